@@ -1,6 +1,7 @@
 """The protocol over a stream, without one: any split of the bytes, any order of events, any lie."""
 
 import math
+import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -27,7 +28,7 @@ from objcomm._transport.frames import (
 )
 from objcomm._transport.link import LinkClosed, head_tag, payload_tag
 from objcomm._transport.peer import Peer
-from objcomm._transport.pending import Attendance, Lent, Loan, Members, Transfer
+from objcomm._transport.pending import Attendance, Awaited, Lent, Loan, Members, Transfer
 from tests.unit.stream_links import HEAD, TAG, filled, frame, members, room
 
 if TYPE_CHECKING:
@@ -216,6 +217,30 @@ def test_no_more_files_than_may_wait_are_lent() -> None:
     assert [each.share is not None for each in lent] == [True] * LENT_FILES_MAX + [False] * 3
 
 
+def test_what_the_peer_has_makes_room_for_more_files_and_is_answered_once() -> None:
+    one, other = Peer(1), Peer(0)
+    for _ in range(LENT_FILES_MAX + 1):
+        lent = Lent(cast("Share", _Memory()), members(9))
+        one.lend(lent, TAG)
+        assert lent.share is not None
+        other.post(Loan(9, 0), TAG)
+        carry_all(one, other)
+    feed(one, frame(Kind.HELD, number=1))
+    assert "an answer to what was not offered" in one.ended
+
+
+@pytest.mark.parametrize("split", [1, 30, 1 << 30])
+def test_an_offer_may_have_the_number_of_one_that_has_come(split: int) -> None:
+    one = Peer(1)
+    for _ in range(2):
+        into = Transfer(room(9))
+        one.post(into, TAG)
+        feed(one, frame(Kind.OFFER, TAG, 9, 5) + frame(Kind.CONTENT, number=5), split)
+        feed(one, b"123456789", split)
+        assert bytes(into.view) == b"123456789"
+    assert not one.ended
+
+
 def test_what_overtakes_content_does_so_between_frames() -> None:
     one, other = Peer(1), Peer(0)
     much = send(one, bytes(100_000), TAG)
@@ -261,6 +286,87 @@ def test_a_receiver_says_what_it_has_taken_without_an_answer() -> None:
     assert one.outgoing.popleft()[0] == frame(Kind.CREDIT, HEAD, number=1)
 
 
+def test_credit_that_comes_with_a_message_lets_held_ones_go_and_is_given_once() -> None:
+    one = Peer(1)
+    sent = [send(one, bytes([each]), HEAD) for each in range(AHEAD_MAX + 2)]
+    while one.first_out() is not None:
+        one.sent(len(one.outgoing[0][0]))
+    feed(one, frame(Kind.MESSAGE, HEAD, number=1))
+    assert one.take(HEAD) == b""
+    assert [bytes(each) for each, *_ in one.outgoing] == [
+        frame(Kind.MESSAGE, HEAD, 1),
+        bytes([AHEAD_MAX]),
+    ]
+    assert [each.is_over for each in sent] == [True] * AHEAD_MAX + [False] * 2
+    one.outgoing.clear()
+    feed(one, frame(Kind.CREDIT, HEAD, number=2))
+    assert one.outgoing.popleft()[0] == frame(Kind.MESSAGE, HEAD, 1, 1)
+    assert one.head_of(0, HEAD) == frame(Kind.MESSAGE, HEAD)
+    assert one.head_of(0, HEAD) == b""
+
+
+def test_credit_is_given_for_what_a_posted_receive_has_got() -> None:
+    one = Peer(1)
+    for _ in range(CREDIT_EACH):
+        assert not one.outgoing
+        one.post(Transfer(room(1)), HEAD)
+        feed(one, frame(Kind.MESSAGE, HEAD))
+    assert one.outgoing.popleft()[0] == frame(Kind.CREDIT, HEAD, number=CREDIT_EACH)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "tag", "is_sent"),
+    [
+        (WORD_MAX_NBYTES, TAG, True),
+        (WORD_MAX_NBYTES + 1, TAG, False),
+        (UNASKED_MAX_NBYTES, HEAD, True),
+    ],
+)
+def test_so_long_a_message_goes_unasked(nbytes: int, tag: int, *, is_sent: bool) -> None:
+    assert Peer(1).head_of(nbytes, tag) == frame(Kind.MESSAGE, tag, nbytes) * is_sent
+
+
+def test_too_long_a_first_message_is_the_callers_fault() -> None:
+    with pytest.raises(ValueError, match="a first message of"):
+        Peer(1).head_of(UNASKED_MAX_NBYTES + 1, HEAD)
+
+
+@pytest.mark.parametrize("sent", [0, 3, HEADER.size, HEADER.size + 3])
+def test_of_what_was_sent_in_part_the_rest_goes_out(sent: int) -> None:
+    one, transfer = Peer(1), Transfer(b"abcdef")
+    one.queue(one.head_of(6, HEAD), transfer, sent)
+    assert (
+        b"".join(each for each, *_ in one.outgoing)
+        == (frame(Kind.MESSAGE, HEAD, 6) + b"abcdef")[sent:]
+    )
+
+
+def test_what_was_taken_makes_room_for_more() -> None:
+    """Words, and memory that was mapped; their numbers may come again."""
+    one = Peer(1)
+    for _ in range(WAITING_MAX + 1):
+        feed(one, frame(Kind.MESSAGE, TAG))
+        one.post(Transfer(room(1)), TAG)
+    for _ in range(LENT_FILES_MAX + 1):
+        one.descriptors.append(cast("Share", _Memory()))
+        feed(one, frame(Kind.SHARE, TAG, 9, 1))
+        one.post(Loan(9, 1), TAG)
+    assert not one.ended
+    assert not one.arrived
+
+
+@pytest.mark.parametrize("is_asleep", [False, True])
+def test_a_first_message_wakes_the_thread_that_waits_for_it(*, is_asleep: bool) -> None:
+    one = Peer(1)
+    bell = one.bells[HEAD] = Awaited()
+    bell.turn = turn = threading.Lock() if is_asleep else None
+    if turn is not None:
+        turn.acquire()
+    feed(one, frame(Kind.MESSAGE, HEAD))
+    assert bell.is_over
+    assert turn is None or not turn.locked()
+
+
 def test_what_is_accepted_is_taken_and_what_is_not_waits() -> None:
     one, taken, has_room = Peer(1), [], [True, True, False]
 
@@ -277,6 +383,7 @@ def test_what_is_accepted_is_taken_and_what_is_not_waits() -> None:
     has_room += [True]
     one.give_out(HEAD)
     assert taken == [b"a", b"b", b"c"]
+    assert one.head_of(1, HEAD) == frame(Kind.MESSAGE, HEAD, 1, 3)
     attendance.close()
 
 
@@ -389,7 +496,10 @@ def test_what_no_link_sends_ends_all_and_says_so(lie: str, split: int) -> None:
         (frame(Kind.OFFER, TAG, 8, 1), [_Memory()], "a descriptor that belongs to nothing"),
         (frame(Kind.MESSAGE, HEAD), [_Memory()], "a descriptor that belongs to nothing"),
         (frame(Kind.SHARE, TAG, 8, 1), 2 * [_Memory()], "a descriptor that belongs to nothing"),
+        (frame(Kind.SHARE, payload_tag(0, 2), 9, 1), [_Memory()], "9 bytes for 99"),
+        (frame(Kind.OFFER, TAG, 0, 1), [], "0 bytes for 0"),
         (frame(Kind.MESSAGE, TAG, 8) + bytes(8), [], "8 bytes for 0"),
+        (frame(Kind.MESSAGE, TAG), [], "0 bytes for 0"),
         (frame(Kind.SHARE, TAG, 8, 1), [_Memory(LENT_FILES_MAX + 1)], "more files than may wait"),
         (frame(Kind.HELD, number=1), [], "an answer to what was not offered"),
     ],
@@ -398,6 +508,7 @@ def test_what_is_no_share_ends_all(said: bytes, came: list[Any], reason: str) ->
     one = Peer(1)
     one.lend(Lent(None, members(9)), TAG)  # number 1, of which there is only a copy
     one.post(Loan(8, 1), TAG)
+    one.post(Transfer(room(99)), payload_tag(0, 2))
     one.descriptors.extend(came)
     feed(one, said)
     assert reason in one.ended
