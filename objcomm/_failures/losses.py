@@ -54,6 +54,7 @@ _MOST_LEARNED = 8
 
 _CLOSED = "it lives, and has destroyed its process group or given up after an error of its own"
 _ALONE = "all of its connections ended at once: it lost its network, or all others ended"
+_SAID = "it died, exited or lost its network, as a rank says that has closed its connections"
 _NEVER_CAME = "it died, exited or lost its network before it sent to or received from this rank"
 
 # Their receivers need only the source: the death of any other rank delays nobody.
@@ -232,9 +233,9 @@ def is_circle_of_the_dead(board: Board, meshes: Sequence[Mesh], conflict: Deadlo
 def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
     """End a mesh that has lost a peer; by that peer's doing, or by this rank's own.
 
-    A peer that closes its connections says why, and that is what holds. With a host its other ranks
-    are lost, though their connections may end a moment later. If all of this rank's connections
-    have ended, the others may have ended them, and told why in the store.
+    A peer that closes its connections says whose loss is why, and those are named instead. With a
+    host its other ranks are lost, though their connections may end a moment later. If all of this
+    rank's connections have ended, the others may have ended them, and told why in the store.
 
     Args:
         mesh: which.
@@ -248,20 +249,28 @@ def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
         return mesh.settle(proposal)
     if HOST_LOST in proposal.reason:
         return mesh.settle(proposal._replace(ranks=tuple(link.beside(proposal.ranks))))
-    said = mesh.said()
-    if said is not None and said.is_store_silent:
-        return settle_by_name(mesh, said)
-    # What the others have told is not settled once more: all of them may have read it in the store
-    # by now, and removed it.
-    if said is None and _are_all_closed(mesh):
+    to_blame = _to_blame(mesh, proposal.ranks)
+    is_said = to_blame != tuple(sorted(proposal.ranks))
+    if is_said:
+        proposal = proposal._replace(ranks=to_blame, reason=_SAID)
+    elif _are_all_closed(mesh):
         try:
-            said = mesh.board_thread.call(lambda board: mesh.heard or board.look(mesh.nonce))
+            standing = mesh.board_thread.call(lambda board: mesh.heard or board.look(mesh.nonce))
         except StoreSilentError:  # then each rank may have closed its own
             return settle_by_name(mesh, proposal)
-        if said is None and not any(map(mesh.board_thread.processes.end_of, mesh.ranks)):
+        if standing is not None:
+            # Not once more by ``settle``: the others may have read it by then, and removed it.
+            return mesh.stop(standing)
+        if not any(map(mesh.board_thread.processes.end_of, mesh.ranks)):
             # Nobody is there to be told: the others have told each other, and cleared the store.
-            said = proposal._replace(ranks=(mesh.rank,), reason=_ALONE)
-    return settle_by_name(mesh, proposal) if said is None else mesh.stop(said)
+            return mesh.stop(proposal._replace(ranks=(mesh.rank,), reason=_ALONE))
+    return settle_by_name(mesh, proposal)
+
+
+def _to_blame(mesh: Mesh, closed: Iterable[int]) -> tuple[int, ...]:
+    """The ranks whose loss explains that peers have closed their connections: themselves if not."""
+    blamed = {rank for peer in closed for rank in mesh.blamed_by(peer) or (peer,)}
+    return tuple(sorted(blamed))
 
 
 def settle_by_name(mesh: Mesh, loss: Verdict, seconds: float = _NAMED_WITHIN_SECONDS) -> Verdict:
@@ -361,8 +370,8 @@ def local(mesh: Mesh, verdict: Verdict, error: TransportError) -> Verdict:
     is_late = verdict.cause is Cause.TIMEOUT and not verdict.silent
     if is_late and isinstance(error, TransportTimeout):
         return verdict._replace(ranks=tuple(sorted({*verdict.ranks, *error.missing})))
-    if verdict.cause is Cause.LOST and mesh.link is not None and mesh.said() is None:
-        ranks = tuple(sorted({*verdict.ranks, *mesh.link.closed_by()}))
+    if verdict.cause is Cause.LOST and mesh.link is not None:
+        ranks = tuple(sorted({*verdict.ranks, *_to_blame(mesh, mesh.link.closed_by())}))
         return by_name_here(mesh, verdict._replace(ranks=ranks))
     return verdict
 

@@ -7,6 +7,7 @@ one; nothing of the old one can reach it, because each has a name that no other 
 from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
+import hashlib
 import logging
 import math
 import sys
@@ -15,6 +16,8 @@ import time
 import weakref
 from concurrent.futures import Future
 from functools import partial
+from secrets import compare_digest
+from struct import Struct
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -34,11 +37,11 @@ from objcomm._observe.log import log
 from objcomm._transport.connect import connect
 from objcomm._transport.link import HOST_LOST
 from objcomm._transport.rendezvous import FIRST_USE, GivenUpError, LeftError, MeetingState
-from objcomm._transport.store import pack_record, reason_of, unpack_record
+from objcomm._transport.store import pack_record, reason_of
 from objcomm._transport.threads import OnceThread
 from objcomm._wire.header import Header, fingerprint
 from objcomm._wire.signing import environment_secret
-from objcomm.errors import ObjcommError, WireError, text_of
+from objcomm.errors import ObjcommError, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,6 +54,9 @@ if TYPE_CHECKING:
 _REPORT_SECONDS = 5.0
 # A rank that waits raises within 2 s of a death.
 _LISTENS_SECONDS = 5.0
+# A farewell: ranks, and what proves who has said it.
+_RANK = Struct("<I")
+_PROOF_NBYTES = 16
 
 
 class Mesh:
@@ -114,6 +120,7 @@ class Mesh:
         self.heard: Verdict | None = None
         self._listens_until = 0.0
         self._told: Verdict | None = None  # the verdict, as all ranks see it
+        self._secret: bytes | None = None  # of the user's key
         self._reported = history.refused[0]
         self.is_closed = False
         self._meeting = MeetingState(rank, members, is_pair=whole is not None)
@@ -281,6 +288,7 @@ class Mesh:
         with contextlib.suppress(StoreSilentError):  # who has met has said who it is, before
             self.board_thread.call(lambda _: None)
         clients = self.board_thread.clients
+        self._secret = deadline.settings.secret or environment_secret()
         try:
             own = clients.take(store, deadline.settings.lost_after)
             part = dist.PrefixStore(self.name, own)
@@ -290,7 +298,7 @@ class Mesh:
                 self.members,
                 deadline,
                 self._meeting,
-                deadline.settings.secret or environment_secret(),
+                self._secret,
                 self._learn,
                 self._lose,
                 self.history.refuse,
@@ -421,16 +429,18 @@ class Mesh:
 
     def fail(self, key: str, proposal: Verdict) -> Verdict:
         """End the mesh because the block ``key`` failed here, and let it be known there, too."""
+        standing: list[Verdict] = []
 
         def post(board: Board) -> Verdict:
             winner = board.propose(key, proposal)
             # With a verdict all ranks may have read it, and nobody removes another.
             if self.nonce and self.verdict is None:
-                board.propose(self.nonce, winner)
+                standing.append(board.propose(self.nonce, winner))
             return winner
 
         winner = self.posted(proposal, post)
-        self.stop(winner)
+        # Another rank's may have come first: whether a next call may connect is that one's matter.
+        self.stop(standing[0] if standing else winner)
         return winner
 
     def posted(
@@ -469,15 +479,37 @@ class Mesh:
         """Say that this rank leaves the block ``key`` by its verdict."""
         self.board_thread.submit(lambda board: board.acknowledge(key, len(self.members)))
 
-    def said(self) -> Verdict | None:
-        """What has ended the mesh on a rank that has closed its connections, if it said so.
+    def blamed_by(self, peer: int) -> tuple[int, ...]:
+        """Whose loss has made a peer close its connections, as it said; empty if it said nothing.
 
-        It is here before the store answers, and where the store does not.
+        It is here before the store answers, and where the store does not. It names ranks and says
+        nothing else: what has ended the mesh, the store tells.
         """
-        for farewell in () if self.link is None else self.link.farewells():
-            with contextlib.suppress(WireError):
-                return unpack_record(farewell, Verdict, "a verdict")
-        return None
+        link, others = self.link, {*self.others} - {peer}
+        said = b"" if link is None else link.farewell_of(peer)
+        ranks, proof = said[:-_PROOF_NBYTES], said[-_PROOF_NBYTES:]
+        if (
+            not ranks
+            or len(ranks) % _RANK.size
+            or not compare_digest(proof, self._proof(peer, ranks))
+        ):
+            return ()
+        named = {rank for (rank,) in _RANK.iter_unpack(ranks)}
+        return tuple(sorted(named)) if named <= others else ()
+
+    def _farewell(self) -> bytes:
+        """What this rank says as it closes its connections: whose loss is why."""
+        verdict = self._told
+        if verdict is None or verdict.cause is not Cause.LOST or not verdict.ranks:
+            return b""
+        ranks = b"".join(map(_RANK.pack, verdict.ranks))
+        return ranks + self._proof(self.rank, ranks)
+
+    def _proof(self, sender: int, ranks: bytes) -> bytes:
+        """Shows that a rank of this mesh, with this rank's key if it has one, has named ranks."""
+        key = hashlib.blake2b(self.session.encode(), key=self._secret or b"").digest()
+        said = _RANK.pack(sender) + ranks
+        return hashlib.blake2b(said, key=key, digest_size=_PROOF_NBYTES).digest()
 
     def adopt(self, standing: Verdict) -> None:
         """Take the others' verdict for one that the store was too slow for.
@@ -523,7 +555,7 @@ class Mesh:
         # A generator may be closed while the interpreter ends: torch would abort the process then,
         # and its end closes the connections.
         if self.link is not None and not self.is_closed and not sys.is_finalizing():
-            self.link.abort(_farewell(self._told))
+            self.link.abort(self._farewell())
             self.is_closed = True
         if standing is not None:
             return standing
@@ -538,17 +570,6 @@ class Mesh:
             extra=self.labels,
         )
         return verdict
-
-
-def _farewell(verdict: Verdict | None) -> bytes:
-    """What a rank says as it closes its connections.
-
-    Nothing of a regular end, which concerns nobody, nor of a circle, which only the store tells to
-    ranks that share no mesh with this one.
-    """
-    if verdict is None or verdict.reason in FAREWELLS or verdict.circle:
-        return b""
-    return pack_record(verdict)
 
 
 def _hear(of: weakref.ref[Mesh], board: Board) -> None:

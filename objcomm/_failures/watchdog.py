@@ -279,7 +279,7 @@ class Watchdog(threading.Thread):
                     if mesh.verdict is None:
                         link.move(is_awaited=is_awaited)
                     else:
-                        link.abort()
+                        mesh.stop(mesh.verdict)
                     if mesh.verdict is None and (link.has_lost_any() or _has_lost_some(mesh)):
                         mesh.listen(time.monotonic())
             with logged("whether ranks made other calls could not be found out"):

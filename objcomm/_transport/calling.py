@@ -144,8 +144,8 @@ class Calling:
     def calls_again(self, connection: Connection, error: OSError) -> bool:
         """Whether a connection that was lost is to be called again; then it has no socket now.
 
-        Linux gives up a call sooner than a connection: after 3 s, where the other host does not say
-        at which card it is.
+        Linux gives up a call sooner than a connection: after 3 s, if nobody answers for the other
+        host's address (ARP).
         """
         may_pass = (
             is_an_outage(error) or isinstance(error, BlockingIOError) or self._has_way(connection)
@@ -322,13 +322,13 @@ class Calling:
 
     def shut(self) -> None:
         """Let in nobody any more; callers that were not let in hear so."""
-        for each in tuple(self._callers.values()):
-            self._send_away(each)
         for listener in self.listeners:
             self._mover.let_go(listener)
+        for each in tuple(self._callers.values()):
+            self._send_away(each)
 
     def close(self) -> None:
-        """Close this process's copies of the sockets, without a word to anybody."""
-        for end in (*self.listeners, *(each.socket for each in tuple(self._callers.values()))):
-            end.close()
+        """Close this process's copies of callers' sockets, without a word to anybody."""
+        for each in tuple(self._callers.values()):
+            each.socket.close()
         self._callers.clear()  # which know this object

@@ -5,13 +5,12 @@ and reads what comes over the other's, the ``inlet``.
 
 Bytes that the system has taken from a sender reach a peer on the same host whatever follows. Those
 for another host are still on their way, and are lost if this end is closed while something from
-there lies unread. So closing such a connection waits until the other host's system has them, or a
-third of a second.
+there lies unread. So closing such a connection waits until the other host's system has them, for a
+third of a second at most.
 
-A host that loses its power or its network ends nothing. The system asks on connections that are
-idle, and ends them; those on which something is under way end here, when nothing was heard from
-there for too long although something was to be answered. A process that computes, or is stopped,
-is no silence: its system answers for it.
+A host that loses its power or its network closes nothing. The system probes connections that are
+idle, and ends them; a connection in use is ended here once an answer is due and nothing has been
+heard for too long. A process that computes, or is stopped, is not silent: its system answers.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ _RIGHTS_NBYTES = socket.CMSG_SPACE(FILES_MAX * _DESCRIPTOR.size)
 _TRUNCATED = int(getattr(socket, "MSG_CTRUNC", 0))
 _IN, _OUT = getattr(select, "EPOLLIN", 0), getattr(select, "EPOLLOUT", 0)
 
-# As much of a large message goes out, or comes in, before others get a turn.
+# At most this much of a large message goes out, or comes in, before others get a turn.
 _TURN_NBYTES = 4 << 20
-# For the other host's system to have what was sent before an end. Less than a thread waits for the
-# one that may close connections, see ``noticeboard``.
+# How long the other host's system gets to receive what was sent before an end. It is less than the
+# time for which a thread waits for the one that may close connections, see ``noticeboard``.
 _DELIVERY_SECONDS = 0.3
 
 _CLOSED = f"{PEER_LOST} (its end of the stream is closed)"
@@ -74,7 +73,7 @@ class Connection:
         socket: to the peer, and from it unless there is an ``inlet``.
         inlet: where what it sends comes, if each has called the other.
         word: what the peer has yet to say before all else.
-        own_word: what this rank has.
+        own_word: what this rank has yet to say.
         is_open: whether more than that may be sent: who is there on another host is not known
             before the peer has said its word.
         called: when this rank began to call, if it did.
@@ -216,7 +215,7 @@ class Connection:
         """Let what the protocol wants happen: frames go out, or the connection ends."""
         if self.peer.ended:
             self.end(self.peer.ended)
-        elif not self.is_watched:
+        else:
             self.flush()
 
     def flush(self) -> None:
@@ -315,7 +314,8 @@ class Connection:
                     return
                 left -= count
                 peer.received(count)
-                if peer.outgoing or peer.contents or peer.ended:
+                # If it is watched, the mover, which this thread is, is told when there is room.
+                if ((peer.outgoing or peer.contents) and not self.is_watched) or peer.ended:
                     self.carry_out()
                 if count < len(into) and not is_ending:  # there was no more
                     return
@@ -386,7 +386,7 @@ class Connection:
             self.end(self.failed or why(error))
 
     def _say_farewell(self, farewell: bytes) -> None:
-        """Tell the peer why this rank leaves, unless other bytes have yet to go out."""
+        """Tell the peer whose loss makes this rank leave, unless other bytes have yet to go out."""
         peer = self.peer
         is_free = self.is_open and not (self.own_word or peer.outgoing or peer.contents)
         if is_free and not peer.ended and 0 < len(farewell) <= FAREWELL_MAX_NBYTES:
@@ -402,12 +402,12 @@ class Connection:
 
     def leave(self, farewell: bytes) -> None:
         """End by this rank's own doing; what has come before is here, if not asked for."""
-        if self.peer.ended:
+        if self._is_ended:
             return
         try:
-            if not self.is_to_call:
+            if not (self.is_to_call or self.peer.ended):
                 self.read(is_ending=True)
-            if not self.is_hung_up:
+            if not (self.is_hung_up or self.peer.ended):
                 self.was_ended_there = self.has_ended_there()
                 self._say_farewell(farewell)
         finally:
@@ -422,15 +422,17 @@ class Connection:
         """Close it, and end all that is under way."""
         if self._is_ended:
             return
-        self._is_ended = True
         is_to_deliver = self.is_far and reason is OWN_DOING and not self.is_hung_up
-        for end in self.sockets():
-            if is_to_deliver:
-                self._mover.unwatch(end)
-                self.undelivered.append(end)
-            else:
-                self._mover.let_go(end)
-        self.peer.end(reason)
+        try:
+            for end in self.sockets():
+                if not is_to_deliver:
+                    self._mover.let_go(end)
+                elif end not in self.undelivered:
+                    self.undelivered.append(end)
+                    self._mover.unwatch(end)
+        finally:
+            self.peer.end(reason)
+        self._is_ended = True  # else a signal's handler has raised, and it is done once more
 
 
 def close_when_delivered(ends: Sequence[socket.socket]) -> None:

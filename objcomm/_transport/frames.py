@@ -15,8 +15,8 @@ A frame is a header, which holds a kind, a tag, a length and a number, and then 
 - ``HELD``, or ``TAKE`` if the descriptors got lost because the receiving process can't have more.
 - ``CREDIT``: so many first messages of a lane have been taken. A first message that goes the other
   way says so in its number, and then no credit is due: it would wake its receiver for nothing.
-- ``FAREWELL``: why the sender is about to close the connection, in bytes that the link does not
-  read. Nothing follows it.
+- ``FAREWELL``: whose loss makes the sender close the connection, in bytes that the link does not
+  read. Nothing may follow it.
 """
 
 from collections.abc import Collection
@@ -32,15 +32,16 @@ UNASKED_MAX_NBYTES = 3 << 19
 #: What is not a first message is sent unasked up to this length.
 WORD_MAX_NBYTES = 64
 #: A peer's first messages may wait here in so many lanes, and so many words and offers in all. No
-#: program comes near that. One that wants to fill another rank's memory can, with 150 MiB.
+#: program comes near that. A malicious rank can make another one hold 150 MiB at most.
 WAITING_LANES_MAX = 64
 WAITING_MAX = 1 << 14
 #: How many first messages of a lane, and bytes, a sender may be ahead of its receiver.
 AHEAD_MAX = 16
 AHEAD_MAX_NBYTES = 2 << 20
 #: A sender gets credit after so many messages were taken, or after one that is longer than
-#: ``CREDIT_FROM_NBYTES``: so what it does not know of leaves room for the longest one. Credit for
-#: every second message cost each rank of a row of broadcasts a third of its processor time.
+#: ``CREDIT_FROM_NBYTES``: so the messages for which it has no credit yet still leave room for one
+#: of the longest. Credit for every second message cost each rank of a row of broadcasts a third of
+#: its processor time.
 CREDIT_EACH = 8
 CREDIT_FROM_NBYTES = (AHEAD_MAX_NBYTES - UNASKED_MAX_NBYTES) // CREDIT_EACH
 #: A farewell is not longer; if it would be, or the system has no room for it, none is sent.

@@ -306,9 +306,9 @@ class GlooLink:
     def move(self, *, is_awaited: bool = True) -> None:
         """See ``Link``: Gloo's thread does."""
 
-    def farewells(self) -> Sequence[bytes]:
+    def farewell_of(self, peer: int) -> bytes:  # noqa: ARG002  # see below
         """See ``Connections``; Gloo carries nothing beside what it was asked for."""
-        return ()
+        return b""
 
     def abort(self, farewell: bytes = b"") -> None:  # noqa: ARG002  # likewise
         """See ``Link``: a receive that times out closes all of this rank's connections."""

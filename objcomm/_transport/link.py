@@ -414,11 +414,11 @@ class Connections(Link, Protocol):
         """See ``Link``.
 
         Args:
-            farewell: what ``farewells`` gives on the peers, where there is room for it.
+            farewell: what ``farewell_of`` gives on the peers, where there is room for it.
         """
 
-    def farewells(self) -> Sequence[bytes]:
-        """What peers have said as they aborted the link; a peer need not have said anything."""
+    def farewell_of(self, peer: int) -> bytes:
+        """What a peer has said as it aborted the link; empty where it has said nothing."""
 
     def has_unread(self, peer: int) -> bool:
         """Whether bytes of a peer are in this host's memory, and the thread that moves is late.

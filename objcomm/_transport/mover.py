@@ -274,11 +274,18 @@ class Mover:
 class Signal(Awaited):
     """See ``Connections.signal``."""
 
-    __slots__ = ("_mover",)
+    __slots__ = ("_link", "_mover")
 
-    def __init__(self, mover: Mover) -> None:
+    def __init__(self, mover: Mover, link: object) -> None:
+        """Begin.
+
+        Args:
+            mover: moves while a thread waits.
+            link: the mover's, which closes it when it is dropped: it must outlive the wait.
+        """
         super().__init__()
         self._mover = mover
+        self._link = link
 
     def set(self) -> None:
         """See ``Awaitable``."""
@@ -291,7 +298,7 @@ class Signal(Awaited):
             self._mover.await_end(self, until)
         except LinkTimeout:
             pass
-        except LinkError:  # nothing moves any more, and who knows why sets this
+        except LinkError:  # nothing moves any more; the thread that knows why sets this
             turn = threading.Lock()
             turn.acquire()
             self.turn = turn

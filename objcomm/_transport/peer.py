@@ -122,12 +122,10 @@ class Peer:
     def head_of(self, nbytes: int, tag: int) -> bytes:
         """The header of a message that may be sent now; empty if it has to be ``hold``-ed.
 
-        Whoever gets a header sends it next, with the message.
+        The caller must send it next, followed by the message.
         """
         if tag >> LANE_BITS:
             return HEADER.pack(_MESSAGE, tag, nbytes, 0) if nbytes <= WORD_MAX_NBYTES else b""
-        if nbytes > UNASKED_MAX_NBYTES:
-            raise ValueError(f"a first message of {nbytes} bytes")
         ahead = self._ahead.get(tag)
         if ahead is None:
             ahead = self._ahead[tag] = []
@@ -297,10 +295,13 @@ class Peer:
         else:
             self._conclude()
 
-    def _parse(self) -> None:  # noqa: C901, PLR0912  # one loop, of which each step by itself would cost a call
+    def _parse(self) -> None:  # noqa: C901, PLR0912, PLR0915  # one loop, of which each step by itself would cost a call
         """Take the frames out of what was read; what is left of the last one goes to the front."""
         raw, at, end = self._raw, 0, self._used
         while end - at >= _HEADER_NBYTES and not self.ended:
+            if self.farewell:
+                self.refuse("a frame after its farewell")
+                break
             kind, tag, nbytes, number = HEADER.unpack_from(raw, at)
             at += _HEADER_NBYTES
             if kind == _MESSAGE:
@@ -336,7 +337,7 @@ class Peer:
                 self._give(number, is_held=kind == Kind.HELD)
             elif kind == Kind.CREDIT:
                 self._credit(tag, number)
-            elif kind == Kind.FAREWELL and nbytes <= FAREWELL_MAX_NBYTES:
+            elif kind == Kind.FAREWELL and 0 < nbytes <= FAREWELL_MAX_NBYTES:
                 if end - at < nbytes:
                     at -= _HEADER_NBYTES  # it is read whole
                     break
@@ -466,11 +467,14 @@ class Peer:
             self.refuse("credit for what was not sent")
             return
         del ahead[:count]
-        held = self._held.pop(tag, deque())
-        while held and (head := self.head_of(held[0].view.nbytes, tag)):
-            self.queue(head, held.popleft())
-        if held:
-            self._held[tag] = held
+        held = self._held.get(tag)
+        while held and may_be_ahead(ahead, nbytes := held[0].view.nbytes):
+            ahead.append(nbytes)
+            head = HEADER.pack(_MESSAGE, tag, nbytes, self._untold.pop(tag, 0))
+            self.queue(head, held[0])
+            held.popleft()
+        if not held:
+            self._held.pop(tag, None)
 
     # ------------------------------------------------------------------ limits and the end
 
@@ -502,10 +506,11 @@ class Peer:
         self.end(f"rank {self.rank} has sent {what}, which no link of objcomm does")
 
     def end(self, reason: str) -> None:
-        """End all that is under way; what has come whole can still be taken."""
-        if self.ended:
-            return
-        self.ended = reason
+        """End all that is under way; what has come whole can still be taken.
+
+        May be called again, by a thread that was interrupted in the middle of it.
+        """
+        self.ended = self.ended or reason
         left = [each for each, _ in self._offered.values()]
         left += [each for _, each, _ in (*self.outgoing, *self.contents) if each is not None]
         left += [each for held in self._held.values() for each in held]
@@ -519,7 +524,7 @@ class Peer:
             queue.clear()
         self.filling = self._filled = None
         for each in (*left, *self.bells.values()):
-            each.end(reason)
+            each.end(self.ended)
         for attendance in self.attended.values():
             attendance.bell.end()
             attendance.prompt()

@@ -36,7 +36,7 @@ from objcomm._transport.link import (
     LinkTimeout,
     Pending,
 )
-from objcomm._transport.mover import IN_A_HANDLER, Mover, Signal, hang_up
+from objcomm._transport.mover import IN_A_HANDLER, OWN_DOING, Mover, Signal, hang_up
 from objcomm._transport.pending import Attendance, Awaited, Lent, Loan, Members, Transfer
 from objcomm._transport.sockets import await_delivery
 
@@ -99,8 +99,10 @@ class StreamLink:
             spin_seconds: for how long a wait may poll before it sleeps.
         """
         self._pid = os.getpid()
+        self._listeners = tuple(listeners)
         self._connections: dict[int, Connection] = {}
         self._calling: Calling | None = None
+        self._farewell = b""
         self._mover = Mover(spin_seconds)
         self._lock = self._mover.lock
         self.is_interrupted: Callable[[], bool] = self._mover.is_interrupted
@@ -133,6 +135,8 @@ class StreamLink:
                 end.close()
         if connections:
             self._connections.clear()  # they know the mover, which knows them
+        for end in getattr(self, "_listeners", ()):
+            end.close()
         for name in ("_calling", "_mover"):
             if getattr(self, name, None) is not None:
                 getattr(self, name).close()
@@ -149,6 +153,8 @@ class StreamLink:
             raise LinkError(IN_A_HANDLER)
         connection = self._connections.get(peer) or self._opened(peer)
         view = writable(flat) if isinstance(flat, torch.Tensor) else memoryview(flat)
+        if view.nbytes > UNASKED_MAX_NBYTES and not tag >> LANE_BITS:
+            raise ValueError(f"a first message of {view.nbytes} bytes")
         with self._lock:
             if connection.peer.ended:
                 raise LinkClosed(connection.peer.ended)
@@ -180,6 +186,7 @@ class StreamLink:
                         message = protocol.take(tag)
                         if protocol.outgoing:
                             connection.carry_out()
+                            self._mover.wake_mover()
                     except BaseException:  # as in ``send``
                         connection.end(TORN)
                         raise
@@ -223,7 +230,7 @@ class StreamLink:
     def recv_instead(self, borrowed: Borrowed, flats: Sequence[torch.Tensor]) -> Pending:
         """See ``Sharing``."""
         transfer = Members(flats)
-        connection = self._connections[borrowed.peer]
+        connection = self._connections.get(borrowed.peer) or self._opened(borrowed.peer)
         self._begin(connection, connection.peer.take_offer, transfer, borrowed.number)
         return transfer
 
@@ -321,12 +328,18 @@ class StreamLink:
                     protocol.give_out(tag)
                     if protocol.outgoing:
                         connection.carry_out()
+                        self._mover.wake_mover()
                     if protocol.ended:
                         raise LinkClosed(protocol.ended)
                 if is_awaited():
-                    with contextlib.suppress(LinkTimeout):
+                    try:
                         until = time.monotonic() + _LOOK_SECONDS
                         self._mover.await_end(attendance.bell, until)
+                    except LinkTimeout:
+                        pass
+                    except LinkClosed:
+                        self.abort()  # see ``wait``
+                        raise
                 # A thread that waits takes in what has come, or is about to; it gets so much time.
                 elif is_idle.poll() and not is_prompted.poll(_STAND_BY_MS):
                     self._mover.move_what_is_there(_STAND_BY_MS / 1e3)
@@ -346,7 +359,7 @@ class StreamLink:
 
     def signal(self) -> Signal:
         """See ``Connections``."""
-        return Signal(self._mover)
+        return Signal(self._mover, self)
 
     # ------------------------------------------------------------------ connections
 
@@ -376,6 +389,8 @@ class StreamLink:
             return self._connection_to(peer)
 
     def _connection_to(self, peer: int) -> Connection:
+        if self._mover.is_aborted:  # a forked process has let go of all
+            raise LinkClosed(OWN_DOING)
         if self._calling is None:
             raise KeyError(peer)
         return self._calling.connection_to(peer)
@@ -478,10 +493,10 @@ class StreamLink:
             [end for each in far if not each.peer.ended for end in each.sockets()], until
         )
 
-    def farewells(self) -> Sequence[bytes]:
+    def farewell_of(self, peer: int) -> bytes:
         """See ``Connections``."""
-        connections = tuple(self._connections.values())
-        return [each.peer.farewell for each in connections if each.peer.farewell]
+        connection = self._connections.get(peer)
+        return b"" if connection is None or not connection.peer.ended else connection.peer.farewell
 
     def abort(self, farewell: bytes = b"") -> None:
         """See ``Link``. A forked process lets go of its copies only: the link is its parent's.
@@ -491,6 +506,7 @@ class StreamLink:
         Threads that wait here go on at once; this returns when other hosts have what was sent to
         them, or a moment later.
         """
+        self._farewell = farewell or self._farewell  # another thread may be the first to end all
         self._mover.is_aborted = True
         if os.getpid() != self._pid:
             self.__del__()
@@ -501,15 +517,19 @@ class StreamLink:
             try:
                 for each in [*self._connections.values()]:
                     try:
-                        each.leave(farewell)
+                        each.leave(self._farewell)
                     finally:
                         left += each.undelivered
                         each.undelivered = []
             finally:
-                self._shut_doors()
-                self._mover.wake_all()
-                self._lock.release()
-                close_when_delivered(left)
+                try:
+                    self._shut_doors()
+                finally:
+                    try:
+                        self._mover.wake_all()
+                    finally:
+                        self._lock.release()
+                        close_when_delivered(left)
 
     def _hang_up(self) -> None:
         for each in tuple(self._connections.values()):

@@ -298,9 +298,9 @@ class MemoryLink:
         for peer in self._others():
             self._wires.end(self.rank, peer)
 
-    def farewells(self) -> list[bytes]:
+    def farewell_of(self, peer: int) -> bytes:  # noqa: ARG002  # likewise
         """See ``Connections``: it carries none."""
-        return []
+        return b""
 
     def call(self, peer: int) -> None:
         """See ``Connections``: all are connected from the beginning."""

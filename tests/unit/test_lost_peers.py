@@ -62,7 +62,7 @@ def test_a_limit_that_passes_as_a_death_is_noticed_blames_nobody_else(
     link = SimpleNamespace(closed_by=lambda: [2])
     board_thread = SimpleNamespace(processes=processes)
     mesh: Any = SimpleNamespace(
-        ranks=(0, 1, 2), board_thread=board_thread, link=link, said=lambda: None
+        ranks=(0, 1, 2), board_thread=board_thread, link=link, blamed_by=lambda _: ()
     )
     verdict = Verdict.of(cause, ranks=(2,), reason="its process has ended", is_store_silent=True)
     assert local(mesh, verdict, TransportTimeout("all_gather", (1,), 1.0)).ranks == ranks

@@ -326,11 +326,6 @@ def test_so_long_a_message_goes_unasked(nbytes: int, tag: int, *, is_sent: bool)
     assert Peer(1).head_of(nbytes, tag) == frame(Kind.MESSAGE, tag, nbytes) * is_sent
 
 
-def test_too_long_a_first_message_is_the_callers_fault() -> None:
-    with pytest.raises(ValueError, match="a first message of"):
-        Peer(1).head_of(UNASKED_MAX_NBYTES + 1, HEAD)
-
-
 @pytest.mark.parametrize("sent", [0, 3, HEADER.size, HEADER.size + 3])
 def test_of_what_was_sent_in_part_the_rest_goes_out(sent: int) -> None:
     one, transfer = Peer(1), Transfer(b"abcdef")
@@ -438,6 +433,11 @@ _LIES: dict[str, tuple[bytes, str]] = {
     "an endless farewell": (
         frame(Kind.FAREWELL, nbytes=FAREWELL_MAX_NBYTES + 1),
         "a frame of kind 8",
+    ),
+    "an empty farewell": (frame(Kind.FAREWELL), "a frame of kind 8"),
+    "a frame after a farewell": (
+        frame(Kind.FAREWELL, nbytes=1) + b"a" + frame(Kind.CREDIT, HEAD, number=1),
+        "a frame after its farewell",
     ),
     "too many first messages": (
         frame(Kind.MESSAGE, HEAD) * (AHEAD_MAX + 1),

@@ -19,6 +19,7 @@ from objcomm._transport.frames import (
     AHEAD_MAX,
     AHEAD_MAX_NBYTES,
     CREDIT_EACH,
+    UNASKED_MAX_NBYTES,
     Kind,
 )
 from objcomm._transport.link import LinkClosed, LinkTimeout, head_tag, payload_tag
@@ -300,8 +301,8 @@ def test_a_farewell_reaches_those_that_are_connected(
         link.abort(b"why")
         with pytest.raises(LinkClosed, match="its end of the stream is closed"):
             waiting.result(LIMIT.total_seconds())
-        assert list(other.farewells()) == [b"why"]
-        assert not link.farewells()
+        assert other.farewell_of(0) == b"why"
+        assert not link.farewell_of(1)
 
 
 def test_no_farewell_is_said_in_the_middle_of_a_message() -> None:
@@ -314,7 +315,26 @@ def test_no_farewell_is_said_in_the_middle_of_a_message() -> None:
         link.abort(b"why")
         with pytest.raises(LinkClosed):
             other.wait(coming, LIMIT)
-        assert not other.farewells()
+        assert not other.farewell_of(0)
+
+
+def test_a_farewell_counts_when_the_connection_has_ended() -> None:
+    with facing() as (link, other):
+        other.sendall(frame(Kind.FAREWELL, nbytes=3) + b"why")
+        link.move()
+        assert not link.farewell_of(1)
+        other.close()
+        wait_until(lambda: link.is_closed(1), "the end")
+        link.move()
+        assert link.farewell_of(1) == b"why"
+
+
+def test_too_long_a_first_message_is_an_error_that_ends_nothing() -> None:
+    with joined() as (link, other):
+        with pytest.raises(ValueError, match="a first message of"):
+            link.send(filled(UNASKED_MAX_NBYTES + 1), 1, HEAD)
+        link.send(filled(1), 1, HEAD)
+        assert other.take(0, HEAD, time.monotonic() + LIMIT.total_seconds()) == b"\7"
 
 
 _LENGTHS = st.one_of(st.integers(0, 300), st.sampled_from([1 << 16, (1 << 16) + 1, 200_000]))
