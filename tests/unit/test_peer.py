@@ -1,6 +1,7 @@
 """The protocol over a stream, without one: any split of the bytes, any order of events, any lie."""
 
 import math
+import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -336,6 +337,14 @@ def test_of_what_was_sent_in_part_the_rest_goes_out(sent: int) -> None:
     )
 
 
+def test_so_many_words_may_wait() -> None:
+    one = Peer(1)
+    feed(one, frame(Kind.MESSAGE, TAG) * WAITING_MAX)
+    assert not one.ended
+    feed(one, frame(Kind.MESSAGE, TAG))
+    assert one.ended
+
+
 def test_what_was_taken_makes_room_for_more() -> None:
     """Words, and memory that was mapped; their numbers may come again."""
     one = Peer(1)
@@ -598,6 +607,34 @@ def test_a_farewell_is_kept_and_what_came_before_it_as_well(split: int) -> None:
     feed(one, said[-1:])
     assert one.farewell == farewell
     assert one.take(HEAD) == b"a"
+
+
+def test_an_end_ends_all_waits() -> None:
+    one = Peer(1)
+    into = [Transfer(room(99)) for _ in range(3)]
+    for at, transfer in enumerate(into):
+        one.post(transfer, payload_tag(0, at))
+    for number in range(2):  # both were asked for, and one has begun to come
+        feed(one, frame(Kind.OFFER, payload_tag(0, number), 99, number))
+    one.descriptors.append(cast("Share", _Memory()))
+    feed(one, frame(Kind.SHARE, payload_tag(0, 7), 9, 5))
+    feed(one, frame(Kind.CONTENT, number=1) + b"a")
+    queued = send(one, b"", HEAD)
+    lent = Lent(cast("Share", _Memory()), members(9))
+    one.lend(lent, TAG)
+    bell = one.bells[HEAD] = Awaited()
+    one.attended[TAG] = attendance = Attendance(lambda _: False)
+    one.end("it has ended")
+    for each in (*into, queued, lent, bell):
+        assert each.reason == "it has ended"
+        assert each.is_over
+    assert attendance.bell.is_over
+    assert os.eventfd_read(attendance.prompts)
+    attendance.close()
+    late = Loan(9, 1)
+    one.post(late, payload_tag(0, 7))
+    assert late.share is None  # what was lent is given back
+    assert one.filling is None
 
 
 def test_an_end_lets_what_had_come_be_taken_and_nothing_else() -> None:

@@ -179,6 +179,75 @@ def _mesh_that_has_met(
     return mesh
 
 
+def _mesh_over_a_link(rank: int, secret: bytes | None, session: str = "5e") -> Any:
+    """One of three ranks; its link keeps its farewell, and gives out what is put there."""
+    mesh: Any = _mesh_that_has_met([], (0, 1, 2))
+    mesh.rank, mesh._secret, mesh._meeting.session = rank, secret, session  # noqa: SLF001  # as when the ranks have met
+    said: dict[int, bytes] = {}
+    mesh.link = SimpleNamespace(
+        abort=lambda farewell: said.setdefault(rank, farewell),
+        farewell_of=lambda peer: said.get(peer, b""),
+        said=said,
+    )
+    return mesh
+
+
+@pytest.mark.parametrize("secret", [None, b"s" * 32])
+@pytest.mark.parametrize(
+    ("verdict", "blamed"),
+    [
+        (Verdict.of(Cause.LOST, ranks=(2,)), (2,)),
+        (Verdict.of(Cause.LOST, ranks=(2,), is_store_silent=True), (2,)),
+        (Verdict.of(Cause.LOST), ()),
+        (Verdict.of(Cause.LOST, ranks=(0, 2)), ()),  # this rank, which lives
+        (Verdict.of(Cause.LOST, ranks=(1, 2)), ()),  # the one that says it
+        (Verdict.of(Cause.LOST, ranks=(3,)), ()),  # no rank of the group
+        (Verdict.of(Cause.LEFT, ranks=(2,)), ()),
+        (Verdict.of(Cause.DESYNC, ranks=(2,)), ()),
+    ],
+)
+def test_a_rank_that_closes_its_connections_blames_those_it_has_lost(
+    verdict: Verdict, blamed: tuple[int, ...], secret: bytes | None
+) -> None:
+    mesh, sender = _mesh_over_a_link(0, secret), _mesh_over_a_link(1, secret)
+    assert mesh.blamed_by(1) == ()
+    sender.stop(verdict)
+    mesh.link.said.update(sender.link.said)
+    assert mesh.blamed_by(1) == blamed
+    assert mesh.blamed_by(2) == ()
+
+
+def test_nobody_else_can_say_a_ranks_farewell() -> None:
+    mesh, sender = _mesh_over_a_link(0, b"s" * 32), _mesh_over_a_link(1, b"s" * 32)
+    sender.stop(Verdict.of(Cause.LOST, ranks=(2,)))
+    said = sender.link.said[1]
+    for secret, session in ((None, "5e"), (b"t" * 32, "5e"), (b"s" * 32, "5f")):
+        stranger = _mesh_over_a_link(1, secret, session)
+        stranger.stop(Verdict.of(Cause.LOST, ranks=(2,)))
+        mesh.link.said[1] = stranger.link.said[1]
+        assert mesh.blamed_by(1) == ()
+    for damaged in (said[1:], said[:-1], said[:5], b"", b"\1" + said[1:], bytes(len(said))):
+        mesh.link.said[1] = damaged
+        assert mesh.blamed_by(1) == ()
+    mesh.link.said.clear()
+    mesh.link.said[2] = said  # another rank's, sent once more
+    assert mesh.blamed_by(2) == ()
+    mesh.link.said[1] = said
+    assert mesh.blamed_by(1) == (2,)
+
+
+def test_a_failed_block_ends_the_mesh_by_what_another_rank_has_said_before(tmp_path: Path) -> None:
+    """Else only this rank's next call would wait for a new meeting."""
+    board, _ = board_on(tmp_path)
+    mesh: Any = _mesh_that_has_met([])
+    mesh.board_thread.call = lambda job, _: job(board)
+    standing = board.propose("n", Verdict.of(Cause.TIMEOUT, ranks=(1,)))
+    failed = Verdict.of(Cause.FAILED, block="n/0")
+    assert mesh.fail("n/0", failed) == failed
+    assert mesh.verdict == standing
+    assert board.look("n/0") == failed
+
+
 def test_what_has_ended_already_is_neither_told_nor_acknowledged_again(tmp_path: Path) -> None:
     board, store = board_on(tmp_path)
     jobs: list[Callable[[Board], object]] = []
