@@ -131,8 +131,8 @@ def _among(ranks: Sequence[int], rank: int, among: Callable[[int], Topology]) ->
 def whole_below(root: int, hosts: tuple[int, ...]) -> int:
     """Messages of fewer bytes go whole along the tree for small ones, if their link carries them.
 
-    None does that would reach another host twice; nor one that is long enough for a line of hosts,
-    where ``root``'s network card would carry a copy for each of several hosts.
+    A message does not go whole if it would reach another host twice, or if it is long enough for a
+    line of hosts and ``root``'s network card would carry a copy for each of several hosts.
 
     Args:
         root: where the tree begins.

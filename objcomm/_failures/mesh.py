@@ -347,7 +347,7 @@ class Mesh:
                 if self.rank == self.members[0] and self.failed_meeting:
                     self.board_thread.submit(lambda board: board.retract(self.failed_meeting))
                 return
-        link.abort()  # the verdict came first
+        link.abort(self._farewell())  # the verdict came first
 
     def _learn(self, peers: Sequence[int]) -> None:
         """Take in who the processes of this host are, of which the kernel tells when they end.
@@ -500,9 +500,12 @@ class Mesh:
     def _farewell(self) -> bytes:
         """What this rank says as it closes its connections: whose loss is why."""
         verdict = self._told
-        if verdict is None or verdict.cause is not Cause.LOST or not verdict.ranks:
+        lost = verdict.ranks if verdict is not None and verdict.cause is Cause.LOST else ()
+        if not lost or not {*lost} <= {
+            *self.members
+        }:  # a verdict may be anybody's who has the store
             return b""
-        ranks = b"".join(map(_RANK.pack, verdict.ranks))
+        ranks = b"".join(map(_RANK.pack, lost))
         return ranks + self._proof(self.rank, ranks)
 
     def _proof(self, sender: int, ranks: bytes) -> bytes:

@@ -201,7 +201,8 @@ def _mesh_over_a_link(rank: int, secret: bytes | None, session: str = "5e") -> A
         (Verdict.of(Cause.LOST), ()),
         (Verdict.of(Cause.LOST, ranks=(0, 2)), ()),  # this rank, which lives
         (Verdict.of(Cause.LOST, ranks=(1, 2)), ()),  # the one that says it
-        (Verdict.of(Cause.LOST, ranks=(3,)), ()),  # no rank of the group
+        (Verdict.of(Cause.LOST, ranks=(3,)), ()),  # not a rank of the group
+        (Verdict.of(Cause.LOST, ranks=(2, -5)), ()),  # likewise
         (Verdict.of(Cause.LEFT, ranks=(2,)), ()),
         (Verdict.of(Cause.DESYNC, ranks=(2,)), ()),
     ],
