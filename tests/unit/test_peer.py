@@ -242,6 +242,27 @@ def test_an_offer_may_have_the_number_of_one_that_has_come(split: int) -> None:
     assert not one.ended
 
 
+def test_an_offer_is_taken_once() -> None:
+    one = Peer(1)
+    send(one, bytes(99), TAG)
+    feed(one, frame(Kind.TAKE, number=1))
+    assert not one.ended
+    feed(one, frame(Kind.TAKE, number=1))
+    assert "an answer to what was not offered" in one.ended
+
+
+@pytest.mark.parametrize("cut", range(1, HEADER.size + 9))
+def test_members_are_filled_wherever_their_content_is_cut(cut: int) -> None:
+    one, into = Peer(1), Members([room(3), room(0), room(6)])
+    feed(one, frame(Kind.OFFER, TAG, 9, 1))
+    one.post(into, TAG)
+    said = frame(Kind.CONTENT, number=1) + b"123456789"
+    feed(one, said[:cut])
+    feed(one, said[cut:])
+    assert [bytes(each) for each in into.views] == [b"123", b"", b"456789"]
+    assert into.is_over
+
+
 def test_what_overtakes_content_does_so_between_frames() -> None:
     one, other = Peer(1), Peer(0)
     much = send(one, bytes(100_000), TAG)
@@ -273,6 +294,7 @@ def test_a_receiver_says_what_it_has_taken_with_its_answer() -> None:
     assert one.take(HEAD) == b"a"
     assert one.first_out() is None
     assert one.head_of(1, HEAD) == frame(Kind.MESSAGE, HEAD, 1, 1)
+    assert one.head_of(1, HEAD) == frame(Kind.MESSAGE, HEAD, 1)
 
 
 def test_a_receiver_says_what_it_has_taken_without_an_answer() -> None:
@@ -351,9 +373,9 @@ def test_what_was_taken_makes_room_for_more() -> None:
     for _ in range(WAITING_MAX + 1):
         feed(one, frame(Kind.MESSAGE, TAG))
         one.post(Transfer(room(1)), TAG)
-    for _ in range(LENT_FILES_MAX + 1):
+    for number in 2 * [*range(LENT_FILES_MAX + 1)]:
         one.descriptors.append(cast("Share", _Memory()))
-        feed(one, frame(Kind.SHARE, TAG, 9, 1))
+        feed(one, frame(Kind.SHARE, TAG, 9, number))
         one.post(Loan(9, 1), TAG)
     assert not one.ended
     assert not one.arrived
@@ -624,11 +646,14 @@ def test_an_end_ends_all_waits() -> None:
     one.lend(lent, TAG)
     bell = one.bells[HEAD] = Awaited()
     one.attended[TAG] = attendance = Attendance(lambda _: False)
+    attendance.bell.turn = turn = threading.Lock()
+    turn.acquire()
     one.end("it has ended")
     for each in (*into, queued, lent, bell):
         assert each.reason == "it has ended"
         assert each.is_over
     assert attendance.bell.is_over
+    assert not turn.locked()
     assert os.eventfd_read(attendance.prompts)
     attendance.close()
     late = Loan(9, 1)
