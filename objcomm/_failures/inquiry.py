@@ -83,6 +83,7 @@ def is_single() -> bool:
         or each.name.startswith("objcomm-")
         or serves_a_library(each)
         or is_idle_in_a_pool(each)
+        or is_out_of_python(each)
         for each in threading.enumerate()
     )
 
@@ -103,6 +104,16 @@ def is_idle_in_a_pool(thread: threading.Thread) -> bool:
     if frame is None:
         return False
     return (frame.f_globals.get("__name__"), frame.f_code.co_name) == _IDLE
+
+
+def is_out_of_python(thread: threading.Thread) -> bool:
+    """Whether a thread that Python has not started is in none of its functions now.
+
+    Torch's thread for a device runs hooks of autograd, and then waits for the next backward pass,
+    which another thread begins. Python lists it from then on, also when it has ended.
+    """
+    is_foreign = isinstance(thread, threading._DummyThread)  # noqa: SLF001  # nothing else tells
+    return is_foreign and thread.ident not in _frames()
 
 
 def _frames() -> dict[int, FrameType]:

@@ -1,5 +1,6 @@
 """Which waits can never end: reasoning on whereabouts, without any process."""
 
+import _thread
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,12 @@ import pytest
 from torch.utils.data._utils import pin_memory
 
 from objcomm._failures.deadlock import MEETING, LaneWait, Step, WaitSnapshot, find_deadlock
-from objcomm._failures.inquiry import is_idle_in_a_pool, serves_a_library
+from objcomm._failures.inquiry import (
+    is_idle_in_a_pool,
+    is_out_of_python,
+    is_single,
+    serves_a_library,
+)
 from objcomm._wire.header import Operation
 from tests.unit.whereabouts import (
     MAIN,
@@ -352,3 +358,22 @@ def test_nor_do_idle_threads_of_a_pool() -> None:
         wait_until(lambda: is_idle_in_a_pool(thread), "the thread's idleness")
     assert not is_idle_in_a_pool(thread)  # it has ended
     assert not is_idle_in_a_pool(threading.current_thread())
+
+
+def test_a_foreign_thread_counts_while_it_is_in_python() -> None:
+    """Python lists it for ever, though it may have ended, or wait in C++ for the main thread."""
+    seen: list[threading.Thread] = []
+    leave = threading.Event()
+
+    def run() -> None:
+        seen.append(threading.current_thread())
+        leave.wait(PATIENCE_S)
+
+    _thread.start_new_thread(run, ())
+    wait_until(lambda: seen, "the thread")
+    assert not is_out_of_python(seen[0])
+    assert not is_single()
+    leave.set()
+    wait_until(lambda: is_out_of_python(seen[0]), "its end")
+    assert seen[0] in threading.enumerate()
+    assert not is_out_of_python(threading.current_thread())
