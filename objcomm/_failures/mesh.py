@@ -501,9 +501,7 @@ class Mesh:
         """What this rank says as it closes its connections: whose loss is why."""
         verdict = self._told
         lost = verdict.ranks if verdict is not None and verdict.cause is Cause.LOST else ()
-        if not lost or not {*lost} <= {
-            *self.members
-        }:  # a verdict may be anybody's who has the store
+        if not lost or not {*lost} <= {*self.members}:  # from the store, which others may reach
             return b""
         ranks = b"".join(map(_RANK.pack, lost))
         return ranks + self._proof(self.rank, ranks)

@@ -93,8 +93,6 @@ class Calling:
         """
         if peer not in self._doors.others:
             raise KeyError(peer)
-        if self._mover.is_aborted:
-            raise LinkClosed(OWN_DOING)
         self.let_in()  # it may have called
         return self._connections.get(peer) or self._call(peer)
 
@@ -321,7 +319,7 @@ class Calling:
     # ------------------------------------------------------------------ the end
 
     def shut(self) -> None:
-        """Let in nobody any more; callers that were not let in hear so."""
+        """Let nobody in any more; callers that were not let in notice."""
         for listener in self.listeners:
             self._mover.let_go(listener)
         for each in tuple(self._callers.values()):

@@ -454,7 +454,7 @@ def is_an_outage(error: OSError) -> bool:
 
 
 def why(error: OSError) -> str:
-    """What a failure of the system's says of the other end."""
+    """What an error of the system says about the other end."""
     told = os.strerror(error.errno or 0)
     return f"{HOST_LOST if is_outage(told) else PEER_LOST} ({told})"
 

@@ -518,13 +518,13 @@ class Peer:
         left += self._taken.values()
         if isinstance(self._filled, Transfer):
             left.append(self._filled)
+        for each in (*left, *self.bells.values()):
+            each.end(self.ended)
         for table in (self._offered, self._held, self._posted, self._taken, self._shares):
             table.clear()
         for queue in (self.outgoing, self.contents, self.descriptors, self._rooms):
             queue.clear()
         self.filling = self._filled = None
-        for each in (*left, *self.bells.values()):
-            each.end(self.ended)
         for attendance in self.attended.values():
             attendance.bell.end()
             attendance.prompt()

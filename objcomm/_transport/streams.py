@@ -1,8 +1,9 @@
 """The link between ranks over streams: for each pair a socket, of Unix in a host, of TCP between.
 
-What the link does is in five modules, each of which uses those before it: ``frames`` says what
-travels, ``peer`` speaks the protocol with one rank, ``mover`` waits, ``connection`` has the sockets
-that lead to one rank, and ``calling`` connects ranks at their first use of each other.
+What the link does is in six modules, each of which uses those before it: ``frames`` says what
+travels, ``pending`` what threads wait for, ``peer`` speaks the protocol with one rank, ``mover``
+waits, ``connection`` has the sockets that lead to one rank, and ``calling`` connects ranks at their
+first use of each other.
 """
 
 from __future__ import annotations

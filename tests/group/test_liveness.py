@@ -221,7 +221,7 @@ def test_what_a_rank_has_sent_before_its_end_reaches_who_gets_no_turn_for_long(h
 
 
 def on_another_host_without_a_store(mesh: Any) -> contextlib.ExitStack:
-    """A rank that neither the kernel nor the store tells of a death."""
+    """A rank that learns of a death neither from the kernel nor from the store."""
     blind, thread = contextlib.ExitStack(), mesh.board_thread
     blind.enter_context(mock.patch.object(thread, "call", side_effect=StoreSilentError))
     blind.enter_context(mock.patch.object(thread, "submit"))

@@ -169,7 +169,7 @@ def test_whatever_is_sent_arrives_whole_and_in_the_order_of_its_tag(
 
 @given(st.lists(st.integers(0, UNASKED_MAX_NBYTES), max_size=12), st.integers(0, 4))
 def test_first_messages_never_wait_for_what_was_taken(lengths: list[int], delay: int) -> None:
-    """The sender is told in time, whatever their lengths are."""
+    """The sender gets credit in time, whatever their lengths are."""
     one, other = Peer(1), Peer(0)
     for nbytes in lengths:
         send(one, bytes(nbytes), HEAD)
