@@ -34,7 +34,7 @@ from tests.leftovers import OPTION, VARIABLE, Leftovers  # noqa: E402  # the sam
 from tests.ranks import close_pools  # noqa: E402  # what it imports is to be rewritten
 
 # Tests on ranks have deadlines of their own; this one is for a hang of pytest's own process.
-_DEADLINE_S = 900.0
+_DEADLINE_S = 1800.0
 _STDERR = pytest.StashKey[int]()
 
 
