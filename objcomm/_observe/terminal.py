@@ -1,4 +1,4 @@
-"""Text for whoever sits at a terminal: as it may be shown there, and until nobody reads on.
+"""Text for a terminal: tables, what may be shown there, and a reader that has gone.
 
 And what a program says by its exit status.
 """
@@ -6,12 +6,35 @@ And what a program says by its exit status.
 import contextlib
 import os
 import sys
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 
 def printable(text: str) -> str:
     """Without what would move a terminal's cursor or change its colours."""
     return "".join(each if each.isprintable() else " " for each in text)
+
+
+def aligned(rows: Sequence[Sequence[str]], *, is_right: bool = False) -> list[str]:
+    """The rows of a table as lines, in columns.
+
+    Args:
+        rows: their cells, as many as each has.
+        is_right: whether all columns but the first are aligned to the right. Otherwise a row's last
+            cell may be long and does not widen its column.
+    """
+    widths: dict[int, int] = defaultdict(int)
+    for row in rows:
+        for at, cell in enumerate(row if is_right else row[:-1]):
+            widths[at] = max(widths[at], len(cell))
+    return [
+        "  ".join(
+            cell.rjust(widths[at]) if is_right and at else cell.ljust(widths[at])
+            for at, cell in enumerate(row)
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def show(text: str) -> None:

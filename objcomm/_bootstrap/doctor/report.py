@@ -25,6 +25,7 @@ from objcomm._bootstrap.doctor.facts import (
 from objcomm._bootstrap.doctor.findings import Finding, Severity, clocks, who
 from objcomm._observe.inspect.report import duration_text
 from objcomm._observe.inspect.rows import Clock
+from objcomm._observe.terminal import aligned
 from objcomm.errors import MissingDependencyError, ranges_text, ranks_text
 
 if TYPE_CHECKING:
@@ -341,20 +342,3 @@ def _matrix(evidence: Evidence, cell: Callable[[MeasuredLink], str]) -> list[str
     cells = {(link.src, link.dst): cell(link) for link in evidence.links}
     rows = [[str(rank), *(cells.get((rank, peer), "-") for peer in ranks)] for rank in ranks]
     return aligned([["from \\ to", *map(str, ranks)], *rows], is_right=True)
-
-
-def aligned(rows: Sequence[Sequence[str]], *, is_right: bool = False) -> list[str]:
-    """Rows as lines, every column as wide as its widest cell.
-
-    Args:
-        rows: all with as many cells.
-        is_right: whether all columns but the first are laid to the right.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if is_right and at else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

@@ -18,6 +18,7 @@ from objcomm._observe.inspect.rows import (
     first_parting,
     is_stuck,
 )
+from objcomm._observe.terminal import aligned
 from objcomm.errors import ranks_text
 
 
@@ -281,7 +282,7 @@ def sections(rows: Sequence[CallRow], places: Places, last: int) -> list[str]:
         lines += ["", group_text(of_lane[-1])]
         if left_out := len(of_lane) - len(shown):
             lines.append(f"  ({left_out} earlier; --last {len(of_lane)} shows them)")
-        lines += _aligned([cells for row in shown for cells in _cells(row, places)])
+        lines += aligned([cells for row in shown for cells in _cells(row, places)])
     return lines
 
 
@@ -312,14 +313,3 @@ def _spent(row: CallRow, ranks: Sequence[int]) -> str:
         return ""
     least, most = duration_text(min(times)), duration_text(max(times))
     return least if least == most else f"{least} to {most}"
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    # A line's last cell may be long and must not widen its column.
-    widths: dict[int, int] = defaultdict(int)
-    for line in lines:
-        for at, cell in enumerate(line[:-1]):
-            widths[at] = max(widths[at], len(cell))
-    return [
-        "  ".join(cell.ljust(widths[at]) for at, cell in enumerate(line)).rstrip() for line in lines
-    ]
