@@ -72,11 +72,6 @@ def backends_in(backend: str) -> dict[str, str]:
     return parts
 
 
-def uses_nccl(backend: str) -> bool:
-    """Whether tensors on some type of device go over NCCL, which is RCCL on ROCm."""
-    return "nccl" in backends_in(backend).values()
-
-
 def accelerator_in(backend: str) -> str:
     """The type of device whose tensors go over a backend of their own; empty if there is none.
 

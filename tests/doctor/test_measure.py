@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 import objcomm
-from objcomm._bootstrap.doctor.facts import MeasuredLinks
+from objcomm._bootstrap.doctor.facts import Measured
 from objcomm._bootstrap.doctor.links import measure
 from tests.ranks import ranks
 from tests.workers import here
@@ -17,11 +17,9 @@ def store() -> dist.Store:
 def test_each_rank_measures_what_it_sends() -> None:
     rank = here().rank
     found = measure(store(), rank, ["one", "one", "other"], 60.0, 60.0)
-    assert (found.problem, found.left_out) == ("", 0)
-    assert sorted(link.dst for link in found.measured) == [
-        peer for peer in range(3) if peer != rank
-    ]
-    for link in found.measured:
+    assert not found.problem
+    assert sorted(link.dst for link in found.links) == [peer for peer in range(3) if peer != rank]
+    for link in found.links:
         assert link.src == rank
         assert 0 < link.latency_seconds < 60
         assert link.nbytes_per_second > 0
@@ -29,8 +27,8 @@ def test_each_rank_measures_what_it_sends() -> None:
 
 
 @ranks(3, joined=False, deadline=120.0)
-def test_pairs_without_time_are_counted() -> None:
-    assert measure(store(), here().rank, ["one"] * 3, 60.0, -1.0) == MeasuredLinks((), "", 3)
+def test_pairs_without_time_are_left_out() -> None:
+    assert measure(store(), here().rank, ["one"] * 3, 60.0, -1.0) == Measured()
 
 
 @ranks(2, joined=False, deadline=120.0)
@@ -38,5 +36,5 @@ def test_a_group_that_cannot_be_made_is_a_problem_and_no_hang() -> None:
     if here().rank == 0:
         found = measure(store(), 0, ["one", "other"], 1.0, 1.0)
         assert found.problem
-        assert (found.measured, found.left_out) == ((), 1)
+        assert not found.links
         assert not objcomm.is_initialized()

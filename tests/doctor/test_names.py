@@ -29,8 +29,8 @@ class Resolver:
 
 def test_a_name_is_looked_up_until_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     resolver = Resolver(monkeypatch, 0.001, 0.1, 5.0)
-    (found,) = lookups({"::1": 3}, 100.0)
-    assert (found.rank, found.address, found.count) == (3, "::1", 3)
+    (found,) = lookups(1, {"::1": 3}, 100.0)
+    assert (found.by, found.rank, found.address, found.count) == (1, 3, "::1", 3)
     assert found.seconds == pytest.approx(5.0)
     assert resolver.asked == ["::1"] * 3
 
@@ -39,27 +39,27 @@ def test_one_slow_look_up_may_be_the_machines_and_two_in_a_row_are_the_resolvers
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Resolver(monkeypatch, 0.001, 0.7, 0.001, 0.3)
-    (once,) = lookups({"::1": 0}, 100.0)
+    (once,) = lookups(1, {"::1": 0}, 100.0)
     assert once.seconds == pytest.approx(0.001)
     assert once.count == 50
     Resolver(monkeypatch, 0.001, 0.3, 0.25)
-    (twice,) = lookups({"::1": 0}, 100.0)
+    (twice,) = lookups(1, {"::1": 0}, 100.0)
     assert twice.seconds == pytest.approx(0.25)
     assert twice.count == 3
 
 
 def test_a_resolver_that_loses_nothing_is_asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
     resolver = Resolver(monkeypatch)
-    (found,) = lookups({"::1": 0}, 100.0)
+    (found,) = lookups(1, {"::1": 0}, 100.0)
     assert found.seconds == pytest.approx(0.001)
     assert found.count == len(resolver.asked) == 50
 
 
 def test_an_address_is_looked_up_as_the_store_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     resolver = Resolver(monkeypatch, 1.0)
-    (found,) = lookups({"10.0.0.1": 0}, 100.0)
+    (found,) = lookups(1, {"10.0.0.1": 0}, 100.0)
     with mock.patch.object(socket, "socket", side_effect=OSError("the kernel has no IPv6")):
-        (other,) = lookups({"10.0.0.1": 0}, 0.0)
+        (other,) = lookups(1, {"10.0.0.1": 0}, 0.0)
     assert found.address in {"::ffff:10.0.0.1", "10.0.0.1"}
     assert resolver.asked == [found.address]
     assert (other.address, other.count) == ("10.0.0.1", 0)
@@ -69,11 +69,11 @@ def test_a_resolver_that_never_answers_holds_nobody(monkeypatch: pytest.MonkeyPa
     may_end = threading.Event()
     monkeypatch.setattr(socket, "getnameinfo", lambda *_: may_end.wait())
     began = time.monotonic()
-    (found,) = lookups({"::1": 0}, 0.3)
+    (found,) = lookups(1, {"::1": 0}, 0.3)
     assert not may_end.is_set()
     assert 0.2 < found.seconds <= time.monotonic() - began  # Python's waits end up to 1 ms early
     may_end.set()
 
 
 def test_nobody_is_looked_up_where_nobody_came() -> None:
-    assert lookups({}, 1.0) == ()
+    assert lookups(1, {}, 1.0) == ()

@@ -1,7 +1,6 @@
 """Names, ports and listeners: what is reached, how failures are named, and that waits end."""
 
 import contextlib
-import json
 import socket
 import threading
 import time
@@ -10,16 +9,9 @@ from unittest import mock
 import pytest
 
 from objcomm._bootstrap.doctor.facts import Peer
-from objcomm._bootstrap.doctor.host import (
-    UnreachedError,
-    is_own,
-    own_address,
-    reach,
-    resolve,
-    touch,
-    within,
-)
-from objcomm._bootstrap.doctor.links import Listener, contact, contacts
+from objcomm._bootstrap.doctor.host import within
+from objcomm._bootstrap.doctor.links import answering, contact, contacts
+from objcomm._bootstrap.doctor.meeting import reach
 from tests.hosts import free_port
 
 HERE = "127.0.0.1"
@@ -27,8 +19,11 @@ HERE = "127.0.0.1"
 NEVER = 0.0
 
 
-def peer(port: int, address: str = HERE) -> Peer:
-    return Peer(3, "machine", address, port, "token", 1)
+TOKEN = "0123456789abcdef" * 2
+
+
+def peer(port: int) -> Peer:
+    return Peer(3, "machine", HERE, port, TOKEN)
 
 
 def test_a_call_gives_what_it_returns_or_raises() -> None:
@@ -44,48 +39,36 @@ def test_a_call_that_takes_too_long_is_left_behind() -> None:
     end.set()
 
 
-def test_a_listener_is_reached_and_its_clock_is_ours() -> None:
-    with Listener(HERE, "token") as listener:
-        found = contact(peer(listener.port), 60.0, NEVER)
+def test_a_listener_is_reached() -> None:
+    with answering(HERE, TOKEN) as port:
+        found = contact(peer(port), 60.0, NEVER)
     assert found.peer == 3
     assert not found.problem
-    assert abs(found.ahead_seconds) <= found.margin_seconds
 
 
 def test_a_listener_has_one_of_the_ports_that_the_user_names() -> None:
     first = free_port()
     ports = range(first, first + 2)
-    with Listener(HERE, "token", ports) as one, Listener(HERE, "token", ports) as other:
-        assert {one.port, other.port} == set(ports)
-        assert not contact(peer(other.port), 60.0, NEVER).problem
-        with pytest.raises(OSError, match=f"none of the ports {first}-{first + 1} is free"):
-            Listener(HERE, "token", ports)
-
-
-def test_another_clock_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = time.time
-    asker = threading.get_ident()
-    ahead = 1000.0
-
-    def told() -> float:
-        return real() + (0.0 if threading.get_ident() == asker else ahead)
-
-    monkeypatch.setattr(time, "time", told)
-    with Listener(HERE, "token") as listener:
-        found = contact(peer(listener.port), 60.0, NEVER)
-    assert abs(found.ahead_seconds - ahead) <= found.margin_seconds
+    with answering(HERE, TOKEN, ports) as one, answering(HERE, TOKEN, ports) as other:
+        assert {one, other} == set(ports)
+        assert not contact(peer(other), 60.0, NEVER).problem
+        with (
+            pytest.raises(OSError, match=f"none of the ports {first}-{first + 1} is free"),
+            answering(HERE, TOKEN, ports),
+        ):
+            pass
 
 
 def test_many_are_reached_at_once_and_in_order() -> None:
-    with Listener(HERE, "token") as listener:
-        found = contacts([peer(listener.port)] * 40, 60.0, 0.0)
+    with answering(HERE, TOKEN) as port:
+        found = contacts([peer(port)] * 40, 60.0, 0.0)
     assert [each.problem for each in found] == [""] * 40
     assert contacts([], 60.0, 60.0) == ()
 
 
 def test_another_token_is_another_program() -> None:
-    with Listener(HERE, "other") as listener:
-        assert contact(peer(listener.port), 60.0, NEVER).problem == "another program answered"
+    with answering(HERE, "f" * 32) as port:
+        assert contact(peer(port), 60.0, NEVER).problem == "another program answered"
 
 
 def test_another_protocol_is_another_program() -> None:
@@ -94,6 +77,7 @@ def test_another_protocol_is_another_program() -> None:
         def answer() -> None:
             visitor, _ = server.accept()
             with visitor:
+                visitor.recv(1)
                 visitor.sendall(b"220 mail.example ESMTP\r\n")
 
         answering = threading.Thread(target=answer)
@@ -118,7 +102,8 @@ def test_a_rank_may_answer_later_than_its_host() -> None:
                     visitor, _ = server.accept()
                     time.sleep(0.2)
                     with visitor:
-                        visitor.sendall(json.dumps(["token", time.time()]).encode())
+                        visitor.recv(1)
+                        visitor.sendall(TOKEN.encode())
 
         answering = threading.Thread(target=answer)
         answering.start()
@@ -128,59 +113,72 @@ def test_a_rank_may_answer_later_than_its_host() -> None:
     assert not found.problem
 
 
+@pytest.mark.parametrize(("said", "problem"), [(TOKEN, "large ones are lost"), ("", "no answer")])
+def test_a_rank_whose_large_packets_are_lost_is_told_from_one_that_is_silent(
+    said: str, problem: str
+) -> None:
+    is_over = threading.Event()
+    with socket.create_server((HERE, 0)) as server:
+
+        def answer() -> None:
+            visitor, _ = server.accept()
+            with visitor:
+                visitor.sendall(said.encode())
+                is_over.wait()
+
+        answers = threading.Thread(target=answer)
+        answers.start()
+        found = contact(peer(server.getsockname()[1]), 0.2, NEVER)
+        is_over.set()
+        answers.join()
+    assert problem in found.problem
+
+
 def test_who_does_not_listen_is_not_tried() -> None:
-    assert contact(peer(1, address=""), 60.0, NEVER).problem == "it does not listen"
+    assert contact(peer(0), 60.0, NEVER).problem == "it does not listen"
 
 
 def test_a_listener_leaves_no_thread_and_no_port() -> None:
     before = set(threading.enumerate())
-    with Listener(HERE, "token") as listener:
-        port = listener.port
+    with answering(HERE, TOKEN) as port:
+        pass
     assert set(threading.enumerate()) <= before
-    with pytest.raises(UnreachedError, match="connection refused"):
-        touch(HERE, port, 60.0)
+    assert contact(peer(port), 60.0, NEVER).problem == "connection refused"
 
 
 def test_a_name_without_an_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert HERE in resolve("localhost")
     unknown = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=unknown))
-    with pytest.raises(UnreachedError, match=r"'nobody.invalid' stands for no address"):
-        resolve("nobody.invalid", 60.0)
+    with pytest.raises(OSError, match="name or service not known"):
+        reach("nobody.invalid", 1, NEVER)
 
 
 def test_a_resolver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: end.wait())
-    with pytest.raises(UnreachedError, match=r"took more than 0.01 s"):
-        resolve("slow.example", 0.01)
+    monkeypatch.setattr("objcomm._bootstrap.doctor.meeting._RESOLVE_SECONDS", -2.99)
+    with pytest.raises(OSError, match="no answer"):
+        reach("slow.example", 1, NEVER)
     end.set()
-
-
-def test_own_addresses_are_told_from_others() -> None:
-    assert is_own(HERE)
-    assert not is_own("203.0.113.7")  # of no network, RFC 5737
-    assert own_address("203.0.113.7") == ""
-    assert own_address(HERE) == HERE
 
 
 def test_a_port_that_opens_later_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
-    opened = []
+    connect, opened = socket.create_connection, []
 
-    def opens_after_a_refusal(address: str, port: int, seconds: float) -> str:
+    def opens_after_a_refusal(address: tuple[str, int], seconds: float) -> socket.socket:
         try:
-            return touch(address, port, seconds)
-        except UnreachedError:
+            return connect(address, seconds)
+        except ConnectionRefusedError:
             opened.append(socket.create_server((HERE, port)))
             raise
 
-    monkeypatch.setattr("objcomm._bootstrap.doctor.host.touch", opens_after_a_refusal)
-    assert reach([HERE], port, time.monotonic() + 60.0) == HERE
+    monkeypatch.setattr(socket, "create_connection", opens_after_a_refusal)
+    assert reach(HERE, port, time.monotonic() + 60.0) == (HERE, HERE)
     (server,) = opened
     server.close()
 
 
 def test_a_port_that_stays_closed_ends_the_wait() -> None:
-    with pytest.raises(UnreachedError, match="connection refused"):
-        reach([HERE], free_port(), time.monotonic() + 0.1)
+    with pytest.raises(OSError, match="connection refused"):
+        reach(HERE, free_port(), time.monotonic() + 0.1)

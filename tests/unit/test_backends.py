@@ -127,10 +127,6 @@ def test_a_backend_is_for_the_devices_that_torch_gives_it(monkeypatch: pytest.Mo
         assert init.accelerator_in(backend) == own
     fake_accelerator(monkeypatch, "xpu")
     assert init.accelerator_in("cpu:gloo,cuda:nccl,xpu:xccl") == "xpu"
-    assert init.uses_nccl("cpu:gloo,cuda:nccl")
-    assert init.uses_nccl("NCCL")
-    assert not init.uses_nccl("gloo")
-    assert not init.uses_nccl("cpu:gloo,xpu:xccl")
 
 
 def test_a_ranks_device_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

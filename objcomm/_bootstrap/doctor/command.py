@@ -1,4 +1,7 @@
-"""``python -m objcomm doctor``: what it does, and all its conclusions, the worst first."""
+"""``python -m objcomm doctor``: one rank's way through all steps, and what becomes of the findings.
+
+Rank 0 also collects what the others find, and reports.
+"""
 
 import argparse
 import contextlib
@@ -8,39 +11,60 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from objcomm._bootstrap.doctor.examination import Limits, Outcome, carry_out
-from objcomm._bootstrap.doctor.facts import UNKNOWN, Evidence
-from objcomm._bootstrap.doctor.findings import Finding, Severity, attendance, installation
-from objcomm._bootstrap.doctor.network import network, speed
+from objcomm._bootstrap.doctor.facts import (
+    UNKNOWN,
+    Contact,
+    Evidence,
+    Lookup,
+    Measured,
+    Peer,
+    Report,
+)
+from objcomm._bootstrap.doctor.findings import findings, status
+from objcomm._bootstrap.doctor.host import examine, lookups
+from objcomm._bootstrap.doctor.links import answering, contacts, measure, peers_of
+from objcomm._bootstrap.doctor.meeting import Board, UnmetError, open_store
 from objcomm._bootstrap.doctor.report import conclusions, draw, plain, report
 from objcomm._bootstrap.launch import launch
+from objcomm._config import settings
 from objcomm._observe.terminal import show
-from objcomm.errors import LaunchError, MissingDependencyError, text_of
+from objcomm.errors import LaunchError, MissingDependencyError, UsageError, ranks_text, text_of
+
+T = TypeVar("T")
 
 _START_SECONDS = 60.0
 _LEAST_SECONDS = 1.0
+_PAUSE_SECONDS = 0.05
+_QUIET_SECONDS = 3.0
+_TRY_SECONDS = 3.0
+_GRACE_SECONDS = 2.0
+# A second process of one rank mostly starts together with the first.
+_SETTLE_SECONDS = 0.3
+# A rank sees that all is over as soon as rank 0 says so; its store lives no longer than it must.
+_LEAVE_SECONDS = 3.0
+# For a store that does not answer, and for a machine that is busy.
+_MARGIN_SECONDS = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(NamedTuple):
     """What the command line asks for.
 
     Attributes:
-        seconds: how long ranks may take to come.
+        seconds: how long ranks may take to come; all further steps may take as long again.
         is_quick: whether links are not measured.
         png: where to draw them.
         json: where to write all that is known.
     """
 
     seconds: float
-    is_quick: bool
-    png: Path | None
-    json: Path | None
+    is_quick: bool = False
+    png: Path | None = None
+    json: Path | None = None
 
 
 def run(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
@@ -59,111 +83,208 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
         return check(options)
     if "RANK" in os.environ:
         refuse("--nproc starts ranks, but RANK is set: this is a rank already")
-    return _launched(options, arguments.nproc)
-
-
-def _launched(options: Options, nproc: int) -> int:
-    limit = Limits.of(options.seconds).all + _START_SECONDS
+    limit = longest(options.seconds) + _START_SECONDS
     try:
-        return max(launch(check, nproc, options, joined=False, timeout=limit))
+        return max(launch(check, arguments.nproc, options, joined=False, timeout=limit))
     except LaunchError as error:
-        sys.stderr.write(f"objcomm doctor: {error}\n")
+        _tell(str(error))
         return 1
+
+
+def longest(seconds: float) -> float:
+    """When the command must have ended, whatever happens."""
+    return 3 * seconds + _MARGIN_SECONDS
 
 
 def check(options: Options) -> int:
     """Do this rank's part, report if that is its task, and return the exit status."""
-    began = time.time()
-    limits = Limits.of(options.seconds)
-    watchdog = threading.Timer(limits.all, _give_up, [limits.all])
-    watchdog.daemon = True
-    watchdog.start()
+    faulthandler.dump_traceback_later(longest(options.seconds), exit=True)
+    with contextlib.ExitStack() as leaving:
+        leaving.callback(faulthandler.cancel_dump_traceback_later)
+        own, place = examine(os.environ)
+        if place is None:
+            callers = dict.fromkeys(["127.0.0.1", own.address or "127.0.0.1"], own.rank)
+            looked = lookups(own.rank, callers, options.seconds / 6)
+            return _conclude(Evidence(1, {own.rank: own}, lookups=looked), own, options)
+        deadline = time.monotonic() + options.seconds
+        try:
+            store, own = open_store(place, os.environ, own, deadline)
+            own = _answering(own, leaving)
+            return _Job(own, Board(store), options).run(deadline)
+        except UnmetError as error:
+            own = replace(own, meeting_problem=str(error))
+            return _conclude(Evidence(own.world_size, {own.rank: own}), own, options)
+
+
+def _answering(own: Report, leaving: contextlib.ExitStack) -> Report:
+    """Begin to answer where Gloo listens, at one of objcomm's ports where the user names some."""
+    if not own.address:
+        return own
     try:
-        outcome = carry_out(os.environ, limits, _tell, is_quick=options.is_quick)
-        if outcome.evidence is not None:
-            return _concluded(outcome, outcome.evidence, options, began)
-        if outcome.status:
-            _leave_for_torchrun("see what rank 0 has printed", time.time())
-        return outcome.status
-    finally:
-        watchdog.cancel()
+        answers = answering(own.address, own.token, settings().chosen_ports)
+        return replace(own, port=leaving.enter_context(answers))
+    except (OSError, UsageError) as error:
+        reason = getattr(error, "strerror", None) or error
+        return replace(own, gloo_problem=f"nobody can listen at {own.address}: {reason}")
 
 
-def _concluded(outcome: Outcome, evidence: Evidence, options: Options, began: float) -> int:
+def _conclude(evidence: Evidence, own: Report, options: Options) -> int:
+    """Report, on rank 0 or on a rank that has not met it; returns the exit status."""
     found = findings(evidence)
-    ends = status(found)
-    if ends:
-        # torchrun counts whole seconds: a rank that met this one may end in that in which it began.
-        _leave_for_torchrun("\n".join(conclusions(found)), began - 1)
-    if outcome.report.rank == 0:
-        show(report(evidence, found))
-        _files(evidence, found, ends, options)
-    else:
-        _complain(outcome, found)
-    outcome.end(ends)
-    return ends
-
-
-def _complain(outcome: Outcome, found: list[Finding]) -> None:
-    """Say what a rank has found that could not meet rank 0."""
-    own = outcome.report
-    name = "a process without a rank" if own.rank == UNKNOWN else f"rank {own.rank}"
-    head = f"objcomm doctor: {name} (pid {own.pid} on {own.host}) has not met rank 0"
-    sys.stderr.write("\n".join([head, *conclusions(found), ""]))  # in one piece: others write, too
-    sys.stderr.flush()
-
-
-def _files(evidence: Evidence, found: list[Finding], ends: int, options: Options) -> None:
+    if status(found):
+        _leave_for_torchrun("\n".join(conclusions(found)))
+    if own.rank != 0:
+        name = "a process without a rank" if own.rank == UNKNOWN else f"rank {own.rank}"
+        head = f"{name} (pid {own.pid} on {own.host}) has not met rank 0"
+        _tell("\n".join([head, *conclusions(found)]))
+        return status(found)
+    show(report(evidence, found))
     try:
         if options.json is not None:
-            options.json.write_text(plain(evidence, found, ends), encoding="utf-8")
+            options.json.write_text(plain(evidence, found), encoding="utf-8")
         if options.png is not None and evidence.links:
             draw(evidence, options.png)
         elif options.png is not None:
             _tell(f"no links were measured, so there is no {options.png}")
-    except MissingDependencyError as error:
-        _tell(f"no picture: {error}")
-    except (OSError, ValueError) as error:
+    except (MissingDependencyError, OSError, ValueError) as error:
         _tell(text_of(error))
+    return status(found)
 
 
-def _leave_for_torchrun(text: str, at: float) -> None:
-    """Let torchrun's own report of ranks that failed end with the findings.
+def _leave_for_torchrun(text: str) -> None:
+    """Let torchrun's own report of ranks that failed, which comes last, end with the findings.
 
-    It comes last, and shows what stands in this file of the failure with the earliest time.
+    It shows this file of the rank that failed first, and counts whole seconds.
     """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        told = {"py_callstack": text, "timestamp": str(int(at))}
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
         with contextlib.suppress(OSError):  # then it shows an exit status only
-            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": told}}))
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def _tell(text: str) -> None:
-    sys.stderr.write(f"objcomm doctor: {text}\n")
+    sys.stderr.write(f"objcomm doctor: {text}\n")  # in one piece: others write, too
     sys.stderr.flush()
 
 
-def _give_up(seconds: float) -> None:
-    """End a process in which something waits without a limit."""
-    _tell(f"not done after {seconds:g} s, and ended; the process stood here:")
-    faulthandler.dump_traceback(all_threads=True)
-    os._exit(1)
+class _Job:
+    """The steps of a rank that has found the store; each has a limit."""
 
+    def __init__(self, own: Report, board: Board, options: Options) -> None:
+        self._own = own
+        self._board = board
+        self._options = options
+        self._seconds = options.seconds / 3  # to reach all; to make a group; to measure links
 
-_ORDER = tuple(Severity)
+    def run(self, deadline: float) -> int:
+        """All steps; returns the exit status."""
+        board, own = self._board, self._own
+        board.arrive(own)
+        if own.rank == 0 and board.count("leaders") == 1:
+            return self._lead(self._call_roll(deadline))
+        while time.monotonic() < deadline and not board.count("leaders", 0):
+            time.sleep(_PAUSE_SECONDS)
+        has_leader = board.count("leaders", 0) > 0  # which waits for the others as long as this did
+        until = time.monotonic() + _GRACE_SECONDS + has_leader * self._options.seconds
+        peers = board.fetch("peers", tuple[Peer, ...], until)
+        if peers is None:
+            return _conclude(self._evidence({own.rank: own}, board.arrivals()), own, self._options)
+        if any(peer.token == own.token for peer in peers):
+            self._try(peers)
+            until = time.monotonic() + self._seconds + 2 * _GRACE_SECONDS
+            if board.fetch("has measurement", bool, until):
+                self._measure(peers)
+        # Rank 0 waits for the last rank, reports, and says so.
+        until = time.monotonic() + 3 * self._seconds + 2 * _GRACE_SECONDS
+        ends = board.fetch("status", int, until)
+        if ends is None:
+            raise UnmetError("rank 0 did not report; see what it printed, and if it still runs")
+        board.count("left")
+        return ends
 
+    def _call_roll(self, deadline: float) -> list[Report]:
+        """Wait until all ranks have come, or until the deadline; returns all processes."""
+        quiet_until = time.monotonic() + _QUIET_SECONDS
+        while missing := self._evidence({}, self._board.arrivals()).missing:
+            left = deadline - time.monotonic()
+            if left < 0:
+                break
+            if time.monotonic() > quiet_until:
+                quiet_until = deadline
+                _tell(f"waiting up to {left:.0f} s more for {ranks_text(missing)}")
+            time.sleep(_PAUSE_SECONDS)
+        time.sleep(_SETTLE_SECONDS)
+        return self._board.arrivals()
 
-def findings(evidence: Evidence) -> list[Finding]:
-    """Draw all conclusions; those first that end a job, and among them what others may come of."""
-    found = [
-        each
-        for conclude in (attendance, network, installation, speed)
-        for each in conclude(evidence)
-    ]
-    return sorted(found, key=lambda each: _ORDER.index(each.severity))
+    def _evidence(self, reports: dict[int, Report], arrived: Iterable[Report]) -> Evidence:
+        """What is known once ranks have come."""
+        size, came = self._own.world_size, {each.rank for each in arrived}
+        missing = tuple(rank for rank in range(size) if rank not in came)
+        return Evidence(size, reports, missing, waited_seconds=self._options.seconds)
 
+    def _lead(self, arrived: Sequence[Report]) -> int:
+        """What rank 0 does once the ranks have come: collect what they find, and report."""
+        board, size = self._board, self._own.world_size
+        first = {each.rank: each for each in reversed(arrived)} | {0: self._own}
+        reports = {rank: first[rank] for rank in range(size) if rank in first}
+        tokens = {each.token for each in reports.values()}
+        others = tuple(each for each in arrived if each.token not in tokens)
+        peers = tuple(
+            Peer(*(getattr(each, name.name) for name in fields(Peer))) for each in reports.values()
+        )
+        board.post("peers", peers)
+        self._try(peers)
+        made = self._collect("contacts", tuple[Contact, ...], reports, self._seconds)
+        evidence = replace(
+            self._evidence(reports, arrived),
+            others=others,
+            contacts={
+                rank: tuple(each for each in contacts if each.peer in reports)
+                for rank, contacts in made.items()
+            },
+            lookups=board.find("lookups", tuple[Lookup, ...]) or (),
+            silent=tuple(rank for rank in reports if rank not in made),
+        )
+        has_measurement = evidence.is_whole and size > 1 and not self._options.is_quick
+        board.post("has measurement", has_measurement)
+        if has_measurement:
+            self._measure(peers)
+            measured = self._collect("links", Measured, reports, 2 * self._seconds)
+            evidence = replace(
+                evidence,
+                links=tuple(link for each in measured.values() for link in each.links),
+                failures={rank: each.problem for rank, each in measured.items() if each.problem},
+                silent=tuple(rank for rank in reports if rank not in measured),
+            )
+        ends = _conclude(evidence, self._own, self._options)
+        with contextlib.suppress(UnmetError):  # the report is out
+            board.post("status", ends)
+            until = time.monotonic() + _LEAVE_SECONDS
+            while board.count("left", 0) < len(arrived) - 1 and time.monotonic() < until:
+                time.sleep(_PAUSE_SECONDS)
+        return ends
 
-def status(found: list[Finding]) -> int:
-    """The command's exit status: 1 if anything will break or slow a job."""
-    return int(any(each.severity.counts for each in found))
+    def _collect(
+        self, name: str, kind: type[T], ranks: Iterable[int], seconds: float
+    ) -> dict[int, T]:
+        """What the ranks have posted under a name, of those that do in time."""
+        until = time.monotonic() + seconds + _GRACE_SECONDS
+        found = {rank: self._board.fetch(f"{name}/{rank}", kind, until) for rank in ranks}
+        return {rank: each for rank, each in found.items() if each is not None}
+
+    def _try(self, peers: Sequence[Peer]) -> None:
+        """Try to reach other ranks; one rank on the store's host looks up all ranks' names."""
+        rank = self._own.rank
+        mine = [peer.rank for peer in peers].index(rank)
+        wanted = [peers[at] for at in peers_of(mine, len(peers))]
+        attempt = min(_TRY_SECONDS, self._seconds)
+        made = contacts(wanted, attempt, self._seconds - attempt)
+        if rank == next((peer.rank for peer in peers if peer.is_at_store), None):
+            callers = {peer.caller: peer.rank for peer in reversed(peers) if peer.caller}
+            self._board.post("lookups", lookups(rank, callers, self._seconds / 2))
+        self._board.post(f"contacts/{rank}", made)
+
+    def _measure(self, peers: Sequence[Peer]) -> None:
+        machines = [peer.machine for peer in peers]
+        seconds, store, rank = self._seconds, self._board.store, self._own.rank
+        self._board.post(f"links/{rank}", measure(store, rank, machines, seconds, seconds))

@@ -1,13 +1,19 @@
-"""What a conclusion is; those on who came, on what is installed, on limits and on clocks."""
+"""All conclusions: what is wrong, which ranks it concerns, and what to set."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from statistics import median_low
 
-from objcomm._bootstrap.doctor.facts import NAMES, PLATFORMS, UNKNOWN, Evidence, Report
-from objcomm._observe.inspect.report import duration_text
-from objcomm._observe.inspect.rows import Clock
+from objcomm._bootstrap.doctor.facts import (
+    SLOW_LOOKUP_SECONDS,
+    UNKNOWN,
+    Evidence,
+    Link,
+    Report,
+    is_loopback,
+)
 from objcomm.errors import ranks_text
 
 
@@ -16,12 +22,10 @@ class Severity(Enum):
 
     ERROR = "error"  # it will not run
     WARNING = "warning"  # it will be slow, or fail later
-    NOTE = "note"  # good to know
+    NOTE = "note"  # good to know; the exit status does not count it
 
-    @property
-    def counts(self) -> bool:
-        """Whether the command's exit status tells of it."""
-        return self is not Severity.NOTE
+
+ERROR, WARNING, NOTE = Severity
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,7 @@ class Finding:
     Attributes:
         severity: what it does to a job.
         name: what the guide calls it.
-        ranks: whom it concerns.
+        ranks: those that it concerns.
         hosts: where they run.
         what: a sentence that says what is wrong.
         remedy: one that says what to set.
@@ -44,167 +48,216 @@ class Finding:
     what: str
     remedy: str
 
+    @property
+    def where(self) -> str:
+        """Which ranks it concerns, and on which hosts."""
+        if not self.ranks:
+            return ""
+        ranks = "a process" if self.ranks == (UNKNOWN,) else ranks_text(self.ranks)
+        return f"{ranks} on {_shown(self.hosts, 4)}" if self.hosts else ranks
 
-def finding(
+
+def findings(evidence: Evidence) -> list[Finding]:
+    """Draw all conclusions: first those that end a job, causes before what may come of them."""
+    found = [each for conclude in _CONCLUSIONS for each in conclude(evidence)]
+    return sorted(found, key=lambda each: list(Severity).index(each.severity))
+
+
+def status(found: Iterable[Finding]) -> int:
+    """The command's exit status: 1 if anything will break or slow a job."""
+    return int(any(each.severity is not NOTE for each in found))
+
+
+Conclusion = Callable[[Evidence], Iterator[Finding]]
+# How bad it is, what is wrong with a rank, and what to set; None if nothing is.
+Complaint = tuple[Severity, str, str] | None
+
+
+def _finding(
     severity: Severity, name: str, reports: Iterable[Report], what: str, remedy: str
 ) -> Finding:
-    """A conclusion on the ranks of some reports."""
     concerned = sorted(reports, key=lambda report: report.rank)
     ranks = tuple(dict.fromkeys(report.rank for report in concerned))
     hosts = tuple(dict.fromkeys(report.host for report in concerned))
     return Finding(severity, name, ranks, hosts, what, remedy)
 
 
-def who(found: Finding) -> str:
-    """Whom a finding concerns: ``ranks 0-3 (host a)``."""
-    if not found.ranks:
-        return ""
-    if found.ranks == (UNKNOWN,):
-        return f"a process on {', '.join(found.hosts)}"
-    if not found.hosts:
-        return ranks_text(found.ranks)
-    named = ", ".join(found.hosts[:_HOSTS_SHOWN])
-    more = f" and {len(found.hosts) - _HOSTS_SHOWN} more" * (len(found.hosts) > _HOSTS_SHOWN)
-    return f"{ranks_text(found.ranks)} on {named}{more}"
+def _of_ranks(name: str, complain: Callable[[Evidence, Report], Complaint]) -> Conclusion:
+    """A conclusion from each rank's own facts: one finding for all with the same complaint."""
+
+    def conclude(evidence: Evidence) -> Iterator[Finding]:
+        alike: dict[tuple[Severity, str, str], list[Report]] = defaultdict(list)
+        for report in [*evidence.reports.values(), *evidence.others]:
+            if complaint := complain(evidence, report):
+                alike[complaint].append(report)
+        for (severity, what, remedy), reports in alike.items():
+            yield _finding(severity, name, reports, what, remedy)
+
+    return conclude
 
 
-_HOSTS_SHOWN = 4
-
-
-def by(evidence: Evidence, aspect: Mapping[int, str]) -> dict[str, list[Report]]:
-    """The reports of ranks, by what is said of them; of ranks without a word, none."""
-    found: dict[str, list[Report]] = {}
-    for rank, text in sorted(aspect.items()):
-        if text:
-            found.setdefault(text, []).append(evidence.reports[rank])
-    return found
-
-
-def interface_to_set(report: Report) -> str:
-    """The interface that a rank's host should most likely be told to use; empty if none will do."""
-    if report.rendezvous.interface and report.rendezvous.interface != "lo":
-        return report.rendezvous.interface
-    usable = (
-        each.name
-        for each in report.interfaces
-        if each.is_up and each.addresses and not each.is_loopback
-    )
-    return next(usable, "")
+def _as_advised(problem: str) -> Complaint:
+    """A problem that says what to do after its last semicolon."""
+    what, _, remedy = problem.rpartition("; ")
+    return (ERROR, what, remedy) if problem else None
 
 
 _NAME_YOURSELF = "give each process a RANK of its own, from 0 to WORLD_SIZE - 1"
 
 
-def attendance(evidence: Evidence) -> Iterator[Finding]:
-    """Say which ranks are missing, exist twice, disagree, or could not meet the others."""
-    yield from _variables(evidence)
-    yield from _unmet(evidence)
-    yield from _doubles(evidence)
-    yield from _sizes(evidence)
-    yield from _missing(evidence)  # after what may be its cause
-    yield from _silent(evidence)
-    yield from _local_ranks(evidence)
+def _duplicate_ranks(evidence: Evidence) -> Iterator[Finding]:
+    for rank, first in evidence.reports.items():
+        alike = [first, *(report for report in evidence.others if report.rank == rank)]
+        if len(alike) > 1:
+            named = ", ".join(f"pid {report.pid} on {report.host}" for report in alike)
+            what = f"{len(alike)} processes say that they are rank {rank}: {named}"
+            remedy = f"{_NAME_YOURSELF}, and see that no process of an earlier run is left"
+            yield _finding(ERROR, "duplicate-rank", alike, what, remedy)
 
 
-def _variables(evidence: Evidence) -> Iterator[Finding]:
-    wrong = {rank: report.place_problem for rank, report in evidence.reports.items()}
-    for text, reports in by(evidence, wrong).items():
-        what, _, remedy = text.partition("; ")
-        yield finding(
-            Severity.ERROR,
-            "variables",
-            reports,
-            f"the launcher's variables are wrong: {what}",
-            remedy or "set the variable to a whole number",
-        )
+def _world_size(evidence: Evidence, report: Report) -> Complaint:
+    what = f"WORLD_SIZE={report.world_size}, but on rank 0 it is {evidence.world_size}"
+    is_wrong = not report.place_problem and report.world_size != evidence.world_size
+    return (ERROR, what, "set WORLD_SIZE to the same number on every rank") if is_wrong else None
 
 
-def _unmet(evidence: Evidence) -> Iterator[Finding]:
-    wrong = {rank: report.rendezvous.problem for rank, report in evidence.reports.items()}
-    for text, reports in by(evidence, wrong).items():
-        yield finding(Severity.ERROR, "rendezvous", reports, text, reports[0].rendezvous.remedy)
-
-
-def _missing(evidence: Evidence) -> Iterator[Finding]:
-    missing = evidence.missing
-    if not missing:
+def _missing_ranks(evidence: Evidence) -> Iterator[Finding]:
+    if not evidence.missing:
         return
-    came = set(range(evidence.world_size)) - set(missing)
-    doubles = [report for report in evidence.others if report.rank in evidence.reports]
+    came = set(range(evidence.world_size)) - set(evidence.missing)
+    what = f"did not come within {evidence.waited_seconds:g} s; {ranks_text(came)} did"
     remedy = (
         "see that they were started, that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are those "
         "of this job, and what they have printed themselves"
     )
-    if doubles:
+    if any(report.rank in evidence.reports for report in evidence.others):
         remedy = f"they may be among the processes that have another's rank: {_NAME_YOURSELF}"
-    yield Finding(
-        Severity.ERROR,
-        "missing-ranks",
-        missing,
-        (),
-        f"did not come within {evidence.waited_seconds:g} s; {ranks_text(came)} did",
-        remedy,
-    )
+    yield Finding(ERROR, "missing-ranks", evidence.missing, (), what, remedy)
 
 
-def _doubles(evidence: Evidence) -> Iterator[Finding]:
-    doubles: dict[int, list[Report]] = defaultdict(list)
-    for report in evidence.others:
-        if report.rank in evidence.reports:
-            doubles[report.rank].append(report)
-    for rank, others in sorted(doubles.items()):
-        alike = [evidence.reports[rank], *others]
-        named = ", ".join(f"pid {report.pid} on {report.host}" for report in alike)
-        yield finding(
-            Severity.ERROR,
-            "duplicate-rank",
-            alike,
-            f"{len(alike)} processes say that they are rank {rank}: {named}",
-            f"{_NAME_YOURSELF}, and see that no process of an earlier run is left",
-        )
-
-
-def _sizes(evidence: Evidence) -> Iterator[Finding]:
-    size = evidence.world_size
-    for report in [*evidence.reports.values(), *evidence.others]:
-        if report.world_size != size and not report.place_problem:
-            yield finding(
-                Severity.ERROR,
-                "world-size",
-                [report],
-                f"pid {report.pid} says that there are {report.world_size} ranks, but rank 0 that "
-                f"there are {size}",
-                "set WORLD_SIZE to the same number on every rank",
-            )
-
-
-def _silent(evidence: Evidence) -> Iterator[Finding]:
-    gone = [evidence.reports[rank] for rank in evidence.silent]
-    if gone:
-        yield finding(
-            Severity.ERROR,
-            "silent-ranks",
-            gone,
-            "came, and then did not answer any more",
-            "see what they have printed, and whether the kernel killed them (dmesg)",
-        )
+def _silent_ranks(evidence: Evidence, report: Report) -> Complaint:
+    what = "came, and then did not answer any more"
+    remedy = "see what they have printed, and whether the kernel killed them (dmesg)"
+    return (ERROR, what, remedy) if report.rank in evidence.silent else None
 
 
 def _local_ranks(evidence: Evidence) -> Iterator[Finding]:
     places: dict[tuple[str, int], list[Report]] = defaultdict(list)
     for report in evidence.reports.values():
-        if report.local_rank != UNKNOWN:
-            places[report.machine, report.local_rank].append(report)
+        places[report.machine, report.local_rank].append(report)
     for (_, local_rank), reports in places.items():
-        if len(reports) > 1:
-            has_devices = any(report.devices for report in reports)
-            yield finding(
-                Severity.ERROR if has_devices else Severity.WARNING,
-                "local-rank",
-                reports,
-                f"are all local rank {local_rank} of one host, and would share a device",
-                "set LOCAL_RANK to another number for each rank of a host, from 0",
-            )
+        if len(reports) > 1 and local_rank != UNKNOWN:
+            severity = ERROR if any(report.devices for report in reports) else WARNING
+            what = f"are all local rank {local_rank} of one host, and would share a device"
+            remedy = "set LOCAL_RANK to another number for each rank of a host, from 0"
+            yield _finding(severity, "local-rank", reports, what, remedy)
+
+
+_GLOO = "GLOO_SOCKET_IFNAME"
+
+
+def _gloo_interface(_: Evidence, report: Report) -> Complaint:
+    if not report.gloo_problem:
+        return None
+    chosen = dict(report.variables).get(_GLOO)
+    there = ", ".join(dict.fromkeys(name for name, _ in report.interfaces))
+    what = f"Gloo can't listen: {report.gloo_problem}; the host has {there or 'no interface'}"
+    return ERROR, f"{_GLOO}={chosen}, but {what}" if chosen else what, _interface_to_set(report)
+
+
+def _gloo_loopback(evidence: Evidence, report: Report) -> Complaint:
+    if not is_loopback(report.address) or len(evidence.machines) == 1:
+        return None
+    what = f"Gloo listens at {report.address}, which no other host reaches"
+    hosts = "let the host's name stand for its address in the network (/etc/hosts)"
+    return ERROR, what, f"{_interface_to_set(report)}, or {hosts}"
+
+
+def _interface_to_set(report: Report) -> str:
+    """The interface that leads to the store, or the first that leads to other hosts."""
+    usable = [name for name, address in report.interfaces if not is_loopback(address)]
+    name = report.interface_at(report.caller)
+    names = [name, *usable] if name in usable else [*usable, ""]
+    return f"set {_GLOO}={names[0]}" if names[0] else f"unset {_GLOO}, or add a network interface"
+
+
+def _unreachable(evidence: Evidence) -> Iterator[Finding]:
+    """One finding for each two hosts, or for one, between whose ranks a connection failed."""
+    reports = evidence.reports
+    lost: dict[frozenset[str], list[tuple[int, int, str]]] = defaultdict(list)
+    for rank, made in evidence.contacts.items():
+        for contact in made:
+            one, other = reports[rank], reports[contact.peer]
+            is_local = is_loopback(other.address) or is_loopback(one.address)
+            is_explained = other.gloo_problem or (is_local and one.machine != other.machine)
+            if contact.problem and not is_explained:
+                hosts = frozenset({one.machine, other.machine})
+                lost[hosts].append((rank, contact.peer, contact.problem))
+    for found in lost.values():
+        first, peer, _ = found[0]
+        ranks, peers = {rank for rank, _, _ in found}, {peer for _, peer, _ in found}
+        here = {rank for rank in ranks | peers if reports[rank].machine == reports[first].machine}
+        there = (ranks | peers) - here
+        what = f"{ranks_text(ranks)} can't reach {ranks_text(peers)}"
+        if not ranks <= here:
+            what = f"{ranks_text(here)} and {ranks_text(there)} can't reach each other"
+        what += f" at {reports[peer].address}: {' or '.join(sorted({why for *_, why in found}))}"
+        remedy = (
+            "open all ports between these hosts (firewall, security group, routes), or set "
+            f"OBJCOMM_PORTS to those that are open, or {_GLOO} to interfaces of one network"
+        )
+        yield _finding(ERROR, "unreachable", [reports[rank] for rank in here | there], what, remedy)
+
+
+def _shown(texts: Sequence[str], most: int = 8) -> str:
+    more = len(texts) - most
+    return ", ".join(texts[:most]) + f" and {more} more" * (more > 0)
+
+
+def _slow_names(evidence: Evidence) -> Iterator[Finding]:
+    reports = evidence.reports
+    known = [each for each in evidence.lookups if {each.by, each.rank} <= reports.keys()]
+    slow = [each for each in known if each.seconds >= SLOW_LOOKUP_SECONDS]
+    if not slow:
+        return
+    worst = max(slow, key=lambda each: each.seconds)
+    host = reports[worst.by].host
+    lines = [
+        f"'{each.address} {'localhost' if is_loopback(each.address) else reports[each.rank].host}'"
+        for each in known
+    ]
+    what = (
+        "torch's store looks up the name of each rank that connects, and answers none meanwhile: "
+        f"on {host} the name of {worst.address} took {worst.seconds:.1f} s, the slowest of "
+        f"{worst.count} look-ups"
+    )
+    remedy = (
+        f"add to /etc/hosts on {host} the line{'s' * (len(lines) > 1)} {_shown(lines)}; or set "
+        "RES_OPTIONS=timeout:1 for all processes, and a query that is lost costs 1 s instead of 5"
+    )
+    yield _finding(WARNING, "slow-names", [reports[each.rank] for each in slow], what, remedy)
+
+
+# Ranks that differ in these can't work together; with other differences they may.
+_MUST_AGREE = {"objcomm", "torch", "NCCL", "init's backend"}
+
+
+def _versions(evidence: Evidence) -> Iterator[Finding]:
+    found: dict[str, dict[str, list[Report]]] = defaultdict(lambda: defaultdict(list))
+    for report in evidence.reports.values():
+        for name, version in report.versions:
+            # Python's pickles by value need the same minor version.
+            alike = ".".join(version.split(".")[:2]) if name == "Python" else version
+            found[name][alike].append(report)
+    for name, versions in found.items():
+        usual = max(versions, key=lambda version: len(versions[version]))
+        what = f"{name} differs between ranks ({', '.join(sorted(versions))}; most have {usual})"
+        odd = [each for version in versions if version != usual for each in versions[version]]
+        remedy = f"install {name} {usual} on these hosts"
+        if name == "init's backend":
+            remedy = "give init the same backend= on every rank, or see why only some have a device"
+        if odd:
+            yield _finding(ERROR if name in _MUST_AGREE else WARNING, "versions", odd, what, remedy)
 
 
 # Counted with torch 2.13 in worlds of 2 to 6: a Gloo group and objcomm's own connections take one
@@ -213,178 +266,135 @@ def _local_ranks(evidence: Evidence) -> Iterator[Finding]:
 _LEAST_FILES, _LEAST_FILES_PER_PEER = 32, 2
 _GOOD_FILES, _GOOD_FILES_PER_PEER = 256, 10
 
+
+def _open_files(evidence: Evidence, report: Report) -> Complaint:
+    size = evidence.world_size
+    least = _LEAST_FILES + _LEAST_FILES_PER_PEER * (size - 1)
+    good = _GOOD_FILES + _GOOD_FILES_PER_PEER * (size - 1)
+    if not UNKNOWN < report.open_files < good:
+        return None
+    what = (
+        f"may have {report.open_files} files and sockets open; a group of {size} ranks needs "
+        f"{least}, and a job with messages from rank to rank up to {good}"
+    )
+    remedy = (
+        f"run ulimit -n {good} before the program; if that is refused, raise the hard limit "
+        f"(limits.conf, docker run --ulimit nofile={good})"
+    )
+    return ERROR if report.open_files < least else WARNING, what, remedy
+
+
 # Docker gives 64 MiB; a batch of images in a DataLoader's worker takes more.
 _SMALL_NBYTES = 64 << 20
-_MIB = 1 << 20
-_SHM = "/dev/shm"  # noqa: S108  # named in sentences, nothing is written there
-
-_CLOCK_SECONDS = 1.0
-
-# Ranks with different ones can't work together; with other differences they may.
-_MUST_AGREE = ("objcomm", "torch", "nccl")
 
 
-def installation(evidence: Evidence) -> Iterator[Finding]:
-    """Say what differs between ranks that should not, and which limit is too low."""
-    yield from _versions(evidence)
-    yield from _backends(evidence)
-    yield from _devices(evidence)
-    yield from _system(evidence)
-    yield from _open_files(evidence)
-    yield from _shared_memory(evidence)
-    yield from _clocks(evidence)
+def _shared_memory(_: Evidence, report: Report) -> Complaint:
+    if report.system != "linux" or report.shm_free_nbytes > _SMALL_NBYTES:
+        return None  # other systems share memory in their own ways
+    left = f"{report.shm_free_nbytes >> 20} MiB left in /dev/shm"
+    left = "no /dev/shm" if report.shm_free_nbytes == UNKNOWN else left
+    what = f"there is {left}, and DataLoader's workers and NCCL pass data through it"
+    remedy = (
+        "remove what is left there, mount it larger (mount -o remount,size=8G /dev/shm), or use "
+        "docker run --shm-size=8g"
+    )
+    return WARNING, what, remedy
 
 
-def _versions(evidence: Evidence) -> Iterator[Finding]:
-    for package in ("python", "torch", "objcomm", *PLATFORMS, "nccl"):
-        told = {
-            rank: _version(package, report.versions.get(package, ""))
-            for rank, report in evidence.reports.items()
-        }
-        found = by(evidence, told)
-        if len(found) < len(("one", "other")):
-            continue
-        name = NAMES.get(package, package)
-        usual = max(found, key=lambda version: len(found[version]))
-        odd = [each for version, reports in found.items() if version != usual for each in reports]
-        versions = ", ".join(sorted(found))
-        yield finding(
-            Severity.ERROR if package in _MUST_AGREE else Severity.WARNING,
-            "versions",
-            odd,
-            f"{name} differs between ranks ({versions}; most have {usual})",
-            f"install {name} {usual} on these hosts",
-        )
+def _system(evidence: Evidence, report: Report) -> Complaint:
+    if report.system == "linux":
+        return None
+    what = f"the system is {report.system!r}, and several ranks have been run on Linux only"
+    remedy = "start several ranks on Linux; a program that runs alone needs nothing of it"
+    return NOTE if evidence.world_size == 1 else WARNING, what, remedy
 
 
-def _version(package: str, version: str) -> str:
-    """As much of it as must be alike: Python's pickles by value need the same minor version."""
-    return ".".join(version.split(".")[:2]) if package == "python" else version
+def _group(evidence: Evidence, report: Report) -> Complaint:
+    problem = evidence.failures.get(report.rank)
+    what = f"a Gloo group of all ranks could not be made, or broke: {problem}"
+    remedy = "see the other findings; if there are none, run with TORCH_DISTRIBUTED_DEBUG=DETAIL"
+    return (ERROR, what, remedy) if problem else None
 
 
-def _backends(evidence: Evidence) -> Iterator[Finding]:
-    found = by(evidence, {rank: report.backend for rank, report in evidence.reports.items()})
-    if len(found) > 1:
-        without = found.get("gloo", [])
-        yield finding(
-            Severity.ERROR,
-            "backends",
-            without,
-            f"objcomm.init would choose {' here and '.join(sorted(found, reverse=True))} elsewhere",
-            "give init the same backend= on every rank, or see why these have no such device",
-        )
+# Gigabit Ethernet carries this; several hosts seldom have less on purpose.
+_NETWORK_NBYTES_PER_SECOND = 100e6
 
 
-def _devices(evidence: Evidence) -> Iterator[Finding]:
-    wrong = {rank: report.device_problem for rank, report in evidence.reports.items()}
-    for text, reports in by(evidence, wrong).items():
-        what, _, remedy = text.partition("; ")
-        yield finding(Severity.ERROR, "devices", reports, what, remedy)
+def _links(evidence: Evidence) -> Iterator[Finding]:
+    machine = {rank: report.machine for rank, report in evidence.reports.items()}
+    near = [link for link in evidence.links if machine[link.src] == machine[link.dst]]
+    far = [link for link in evidence.links if machine[link.src] != machine[link.dst]]
+    cores = "see what else runs on that host, and that each rank has cores of its own (taskset)"
+    yield from _odd(evidence, near, "within a host", cores)
+    card = (
+        f"see that {_GLOO} names the fastest interface that all hosts have, and look at its cable "
+        "and counters (ethtool, ip -s link)"
+    )
+    yield from _odd(evidence, far, "between hosts", card)
+    seconds = _usual({link: 1 / link.nbytes_per_second for link in far})
+    if seconds * _NETWORK_NBYTES_PER_SECOND > 1:
+        what = f"links between hosts carry {_rate(seconds)}, less than gigabit Ethernet does"
+        yield _finding(WARNING, "slow-network", [], what, card)
 
 
-def _open_files(evidence: Evidence) -> Iterator[Finding]:
-    peers = evidence.world_size - 1
-    least = _LEAST_FILES + _LEAST_FILES_PER_PEER * peers
-    good = _GOOD_FILES + _GOOD_FILES_PER_PEER * peers
-    told: dict[int, str] = {}
-    for rank, report in evidence.reports.items():
-        if UNKNOWN < report.open_files < good:
-            told[rank] = f"may have {report.open_files} files and sockets open"
-    for text, reports in by(evidence, told).items():
-        is_too_few = reports[0].open_files < least
-        needs = (
-            f"a group of {evidence.world_size} ranks needs {least}"
-            if is_too_few
-            else (f"a job of {evidence.world_size} ranks may need {good}")
-        )
-        has_room = reports[0].open_files_most >= good
-        how = (
-            f"ulimit -n {good}"
-            if has_room
-            else (
-                f"raise the hard limit to {good} (limits.conf, docker run --ulimit nofile={good})"
-            )
-        )
-        yield finding(
-            Severity.ERROR if is_too_few else Severity.WARNING,
-            "open-files",
-            reports,
-            f"{text}, and {needs}",
-            f"run {how} before the program" if has_room else how,
-        )
+def _odd(evidence: Evidence, links: Iterable[Link], kind: str, remedy: str) -> Iterator[Finding]:
+    """Links that are slow or late against others of their kind, with the ranks that have most.
+
+    Links of one kind on one machine differ by a factor of two from run to run where ranks share
+    cores (seen with 4 ranks on 2 cores); a slow cable or a wrong card costs a factor of ten.
+    """
+    for name, took, times, more, text in (
+        ("slow-link", {link: 1 / link.nbytes_per_second for link in links}, 4, 0.0, _rate),
+        ("late-link", {link: link.latency_seconds for link in links}, 10, 2e-3, _duration),
+    ):
+        usual = _usual(took)
+        bad = [link for link in took if took[link] > max(usual * times, usual + more)]
+        ends = Counter(rank for link in bad for rank in (link.src, link.dst))
+        reports = [evidence.reports[rank] for rank in ends if ends[rank] == max(ends.values())]
+        named = [f"rank {link.src} to rank {link.dst} ({text(took[link])})" for link in bad]
+        if bad:
+            what = f"{_shown(named)}, where {text(usual)} is usual {kind}"
+            yield _finding(WARNING, name, reports, what, remedy)
 
 
-def _system(evidence: Evidence) -> Iterator[Finding]:
-    told = {
-        rank: f"the system is {report.system!r}, and several ranks have been run on Linux only"
-        for rank, report in evidence.reports.items()
-        if not _is_linux(report)
-    }
-    for text, reports in by(evidence, told).items():
-        yield finding(
-            Severity.NOTE if evidence.world_size == 1 else Severity.WARNING,
-            "system",
-            reports,
-            text,
-            "start several ranks on Linux; a program that runs alone needs nothing of it",
-        )
+def _usual(took: Mapping[Link, float]) -> float:
+    """What a link should take: the median over the ranks of each rank's best link.
+
+    Of two in the middle it is the better one. A host with a slow card makes every link to it slow,
+    and in a small world most links: a median of the links would call that usual.
+    """
+    best: dict[int, float] = {}
+    for link, seconds in took.items():
+        for rank in (link.src, link.dst):
+            best[rank] = min(seconds, best.get(rank, seconds))
+    return median_low(best.values()) if best else 0.0
 
 
-def _is_linux(report: Report) -> bool:
-    return report.system == "linux"
+def _rate(seconds: float) -> str:
+    return f"{1e-6 / seconds:.3g} MB/s"
 
 
-def _shared_memory(evidence: Evidence) -> Iterator[Finding]:
-    told: dict[int, str] = {}
-    for rank, report in evidence.reports.items():
-        if not _is_linux(report):
-            continue  # others share memory in their own ways
-        if report.shm_nbytes == UNKNOWN:
-            told[rank] = f"there is no {_SHM}"
-        elif report.shm_nbytes <= _SMALL_NBYTES:
-            told[rank] = f"{_SHM} has {report.shm_nbytes // _MIB} MiB in all"
-        elif report.shm_free_nbytes <= _SMALL_NBYTES:
-            told[rank] = f"{_SHM} has {report.shm_free_nbytes // _MIB} MiB left"
-    for text, reports in by(evidence, told).items():
-        yield finding(
-            Severity.WARNING,
-            "shared-memory",
-            reports,
-            f"{text}, and DataLoader's workers and NCCL pass data through it",
-            "remove what is left there, mount it larger (mount -o "
-            f"remount,size=8G {_SHM}), or use docker run --shm-size=8g",
-        )
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms for a message"
 
 
-def clocks(evidence: Evidence) -> dict[int, Clock]:
-    """Each rank's clock against rank 0's, where the two have reached each other."""
-    found = {0: Clock(margin_seconds=0.0)} if 0 in evidence.reports else {}
-    for rank, made in evidence.contacts.items():
-        for contact in made:
-            if contact.problem or rank == contact.peer or 0 not in {rank, contact.peer}:
-                continue
-            other = contact.peer if rank == 0 else rank
-            ahead = contact.ahead_seconds if rank == 0 else -contact.ahead_seconds
-            known = found.get(other, Clock())
-            told = Clock(ahead, contact.margin_seconds, 1)
-            found[other] = min(known, told, key=lambda each: each.margin_seconds)
-    return found
-
-
-def _clocks(evidence: Evidence) -> Iterator[Finding]:
-    off: dict[str, list[int]] = defaultdict(list)
-    known = clocks(evidence)
-    for rank, clock in known.items():
-        if abs(clock.ahead_seconds) - clock.margin_seconds > _CLOCK_SECONDS:
-            off[evidence.reports[rank].machine].append(rank)
-    for ranks in off.values():
-        ahead = known[ranks[0]].ahead_seconds
-        side = "ahead of" if ahead > 0 else "behind"
-        yield finding(
-            Severity.WARNING,
-            "clock",
-            [evidence.reports[rank] for rank in ranks],
-            f"the clock is {duration_text(abs(ahead))} {side} that of rank 0's host, so logs and "
-            "records do not fit together",
-            "run chrony or ntpd on every host (chronyc tracking shows the difference)",
-        )
+_CONCLUSIONS: tuple[Conclusion, ...] = (
+    _of_ranks("variables", lambda _, report: _as_advised(report.place_problem)),
+    _of_ranks("rendezvous", lambda _, report: _as_advised(report.meeting_problem)),
+    _duplicate_ranks,
+    _of_ranks("world-size", _world_size),
+    _missing_ranks,
+    _of_ranks("silent-ranks", _silent_ranks),
+    _local_ranks,
+    _of_ranks("gloo-interface", _gloo_interface),
+    _of_ranks("gloo-loopback", _gloo_loopback),
+    _unreachable,
+    _slow_names,
+    _versions,
+    _of_ranks("devices", lambda _, report: _as_advised(report.device_problem)),
+    _of_ranks("open-files", _open_files),
+    _of_ranks("shared-memory", _shared_memory),
+    _of_ranks("system", _system),
+    _of_ranks("group", _group),
+    _links,
+)

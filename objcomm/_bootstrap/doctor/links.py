@@ -1,43 +1,38 @@
-"""Who reaches whom, and how fast: who tries whom when, and what is measured over a Gloo group.
+"""Who reaches whom, and how fast: which ranks try which others, when, and what is measured.
 
-All ranks compute the same schedule from what they all know. Whether each rank can be reached where
-Gloo would listen is tried first, and how far its clock is off.
+All ranks compute the same schedule from what they all know. Before a Gloo group is made, each rank
+answers others at the address where Gloo listens: so a rank that can't be reached is known by name.
 """
 
 import contextlib
-import json
-import math
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from types import TracebackType
-from typing import Self
 
 import torch.distributed as dist
 
-from objcomm._bootstrap.doctor.facts import MeasuredLink, MeasuredLinks, Peer, Reachable
-from objcomm._bootstrap.doctor.host import connect, listen, reason_of
+from objcomm._bootstrap.doctor.facts import Contact, Link, Measured, Peer
 from objcomm._bootstrap.init import shutdown
 from objcomm._collectives.agree import any_rank
-from objcomm._observe.inspect.rows import Clock
 from objcomm._p2p.messages import recv, send
+from objcomm._transport.doors import Door
 from objcomm.errors import ObjcommError, text_of
 
 Pair = tuple[int, int]
 
-#: Of more others than this a rank tries some only.
+#: A rank tries to reach no more others than this.
 PEERS_MAX = 64
-#: Of more pairs than this some only are measured.
+#: No more pairs than this are measured.
 PAIRS_MAX = 4096
 
 
 def distances(size: int) -> list[int]:
     """How far apart two ranks of a ring may be, in the order in which they are tried.
 
-    Neighbours first, then across the ring, then powers of two: so that a beginning of the list has
+    Neighbours first, then across the ring, then powers of two: so any first part of the list has
     every rank in it alike, and near ones with far ones.
     """
     most = size // 2
@@ -47,188 +42,146 @@ def distances(size: int) -> list[int]:
 
 
 def peers_of(rank: int, size: int) -> list[int]:
-    """The ranks that one tries to reach: all of them, or ``PEERS_MAX`` with rank 0 among them."""
+    """The ranks that one tries to reach: all others, or ``PEERS_MAX`` with rank 0 among them."""
     around = [(rank + way * far) % size for far in distances(size) for way in (1, -1)]
-    first = [0] * (rank != 0)
-    return list(dict.fromkeys([*first, *around]))[:PEERS_MAX]
+    return list(dict.fromkeys([0] * (rank != 0) + around))[:PEERS_MAX]
 
 
 def pairs(size: int) -> list[Pair]:
-    """The pairs to measure, those first that tell most; the lower rank of each first."""
-    found: dict[Pair, None] = {}
-    for far in distances(size):
-        for rank in range(size):
-            one, other = sorted((rank, (rank + far) % size))
-            found[one, other] = None
-        if len(found) >= PAIRS_MAX:
-            break
-    return list(found)[:PAIRS_MAX]
+    """The pairs to measure, the most telling first; the lower rank of each first."""
+    around = distances(size)[: PAIRS_MAX // size + 2]
+    both = ((rank, (rank + far) % size) for far in around for rank in range(size))
+    return list(dict.fromkeys((min(pair), max(pair)) for pair in both))[:PAIRS_MAX]
 
 
 def rounds(wanted: Sequence[Pair], machines: Sequence[str]) -> list[list[Pair]]:
-    """Lay pairs into rounds so that no host has to do with two pairs of one round.
+    """Divide pairs into rounds so that no host has two pairs in one round.
 
     Args:
-        wanted: the pairs, the first of them as early as may be.
+        wanted: the pairs, the first of them as early as possible.
         machines: the host of each rank.
     """
     laid: list[list[Pair]] = []
-    busy: dict[str, set[int]] = {machine: set() for machine in machines}
-    free_from = dict.fromkeys(machines, 0)
+    busy: list[set[str]] = []
     for pair in wanted:
         here = {machines[rank] for rank in pair}
-        at = max(free_from[machine] for machine in here)
-        while any(at in busy[machine] for machine in here):
-            at += 1
-        while len(laid) <= at:
+        at = next((at for at, others in enumerate(busy) if not others & here), len(busy))
+        if at == len(busy):
             laid.append([])
+            busy.append(set())
         laid[at].append(pair)
-        for machine in here:
-            busy[machine].add(at)
-            while free_from[machine] in busy[machine]:
-                free_from[machine] += 1
+        busy[at] |= here
     return laid
 
 
 _AT_ONCE = 32
-_ROUNDS = 3
-_POLL_SECONDS = 0.2
-_MOST_NBYTES = 256
-
+_TOKEN_NBYTES = 32
+# Some packets of the largest size. A host that sends larger ones than a switch on the way takes
+# gets small messages through, and no large ones.
+_REST_NBYTES = 1 << 16
 _STRANGER = "another program answered"
+_LOST = "small packets arrive and large ones are lost (see the MTU of both hosts and of switches)"
 
 
-class Listener:
-    """Answers whoever connects with a token and the time, in a thread of its own.
+@contextlib.contextmanager
+def answering(address: str, token: str, ports: Sequence[int] = ()) -> Iterator[int]:
+    """Answer each caller, in a thread, until the block ends; gives the port.
 
-    Attributes:
-        port: where.
+    It listens as objcomm's own connections do.
+
+    Args:
+        address: of this host.
+        token: what to answer, of 32 characters.
+        ports: the port must be one of these; any if empty.
+
+    Raises:
+        OSError: nobody can listen there.
     """
-
-    def __init__(self, address: str, token: str, ports: Sequence[int] = ()) -> None:
-        """Begin to listen.
-
-        Args:
-            address: of this host.
-            token: what to answer.
-            ports: those of which one is to be used; any if empty.
-
-        Raises:
-            OSError: nobody can listen there.
-        """
-        self._socket = listen(address, ports)
-        self._socket.settimeout(_POLL_SECONDS)
-        self._token = token
-        self._is_over = threading.Event()
-        self.port = int(self._socket.getsockname()[1])
-        self._thread = threading.Thread(target=self._answer, name="objcomm-doctor", daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Listen no more."""
-        self._is_over.set()
-        self._thread.join()
-        self._socket.close()
-
-    def _answer(self) -> None:
-        while not self._is_over.is_set():
-            with contextlib.suppress(OSError):  # nobody came, or who came has left
-                visitor, _ = self._socket.accept()
-                with visitor:
-                    visitor.sendall(json.dumps([self._token, time.time()]).encode())
+    with Door.opened("streams", [address], ports) as door:
+        if not door.place.port:
+            raise OSError(door.place.lacks)
+        listener = door.listeners[-1]
+        listener.settimeout(None)
+        answer = threading.Thread(
+            target=_answer, args=(listener, token), name="objcomm-doctor", daemon=True
+        )
+        answer.start()
+        try:
+            yield door.place.port
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)  # which ends its wait for callers
+            answer.join()
 
 
-def contacts(peers: Sequence[Peer], seconds: float, patience: float) -> tuple[Reachable, ...]:
+def _answer(listener: socket.socket, token: str) -> None:
+    while True:
+        try:
+            caller, _ = listener.accept()
+        except ConnectionAbortedError:  # it has left again
+            continue
+        except OSError:  # the listener was shut down
+            return
+        with caller, contextlib.suppress(OSError):  # it has left
+            caller.settimeout(1.0)
+            caller.recv(1)
+            caller.sendall(token.encode() + bytes(_REST_NBYTES))
+
+
+def contacts(peers: Sequence[Peer], seconds: float, patience: float) -> tuple[Contact, ...]:
     """Try to reach other ranks, several at once.
 
     Args:
-        peers: whom.
+        peers: which.
         seconds: how long to wait for each one's host.
         patience: how long to wait for all, where their hosts have let this rank in.
     """
-    if not peers:
-        return ()
     until = time.monotonic() + patience
-    with ThreadPoolExecutor(min(_AT_ONCE, len(peers)), "objcomm-doctor") as pool:
+    with ThreadPoolExecutor(_AT_ONCE, "objcomm-doctor") as pool:
         return tuple(pool.map(lambda peer: contact(peer, seconds, until), peers))
 
 
-def contact(peer: Peer, seconds: float, until: float) -> Reachable:
+def contact(peer: Peer, seconds: float, until: float) -> Contact:
     """Try to reach one rank.
 
     Args:
         peer: which.
         seconds: how long to wait for its host, whose system answers however busy it is.
-        until: how long to wait for itself, if that is longer, in seconds of ``time.monotonic``: of
-            two cores with twenty threads to run, one gave no answer within three seconds.
+        until: how long to wait for the rank itself, if that is longer, in seconds of
+            ``time.monotonic``: with twenty threads on two cores, one took more than three seconds.
     """
-    if not peer.address:
-        return Reachable(peer.rank, "it does not listen")
-    clock = Clock()
-    for _ in range(_ROUNDS):
-        try:
-            found = _clock(peer, seconds, until)
-        except OSError as error:
-            return Reachable(peer.rank, reason_of(error))
-        except ValueError:
-            return Reachable(peer.rank, _STRANGER)
-        clock = min(clock, found, key=lambda each: each.margin_seconds)
-    return Reachable(peer.rank, "", clock.ahead_seconds, clock.margin_seconds)
+    if not peer.port:
+        return Contact(peer.rank, "it does not listen")
+    token = ""
+    try:
+        with socket.create_connection((peer.address, peer.port), seconds) as connection:
+            connection.settimeout(max(seconds, until - time.monotonic()))
+            connection.sendall(b"?")  # a door opens to callers that say something
+            with connection.makefile("rb") as answer:
+                token = answer.read(_TOKEN_NBYTES).decode("ascii", "replace")
+                answer.read(_REST_NBYTES)
+    except OSError as error:
+        is_lost = token == peer.token and isinstance(error, TimeoutError)
+        return Contact(peer.rank, _LOST if is_lost else reason_of(error))
+    return Contact(peer.rank, "" if token == peer.token else _STRANGER)
 
 
-def _clock(peer: Peer, seconds: float, until: float) -> Clock:
-    """Bounds of a rank's clock: it told the time after it was asked and before that was heard.
-
-    Raises:
-        OSError: it can't be reached.
-        ValueError: somebody else was.
-    """
-    asked = time.time()
-    with connect(peer.address, peer.port, seconds) as connection:
-        connection.settimeout(max(seconds, until - time.monotonic()))
-        token, told = _heard(connection)
-    heard = time.time()
-    if token != peer.token or not isinstance(told, float) or not math.isfinite(told):
-        raise ValueError(_STRANGER)
-    return Clock(told - (asked + heard) / 2, (heard - asked) / 2, 1)
-
-
-def _heard(connection: socket.socket) -> tuple[object, object]:
-    text = b""
-    while len(text) < _MOST_NBYTES and (part := connection.recv(_MOST_NBYTES)):
-        text += part
-    answer = json.loads(text)
-    if not isinstance(answer, list) or len(answer) != len(("token", "time")):
-        raise ValueError(_STRANGER)
-    return answer[0], answer[1]
+def reason_of(error: Exception) -> str:
+    """How a connection failed, in a few words."""
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    return (getattr(error, "strerror", None) or str(error)).lower()
 
 
 _WARM_UP, _TRIPS = 2, 20
-# Larger messages only where the smaller one says that they will not take long.
-_SIZES = (256 << 10, 1 << 20, 8 << 20)
-_SLOW_SECONDS = 0.5
-# The best of some: what else runs on a host disturbs one message, and seldom all of them.
-_REPEATS = 5
+# Larger and larger, while there is time, and then the best of some: other programs disturb one
+# message, and seldom all of them.
+_SIZES = (256 << 10, 1 << 20, *[8 << 20] * 5)
 _ENOUGH_SECONDS = 0.3
-_EMPTY = b""
-# A clock's step, so that no link is infinitely fast.
-_LEAST_SECONDS = 1e-7
 
 
 def measure(
     store: dist.Store, rank: int, machines: Sequence[str], connect_seconds: float, seconds: float
-) -> MeasuredLinks:
+) -> Measured:
     """Measure the links of a job whose ranks reach one another; every rank must call this.
 
     Args:
@@ -241,89 +194,52 @@ def measure(
     Returns:
         What this rank has measured as a sender, and what ended it.
     """
-    size = len(machines)
-    measured: list[MeasuredLink] = []
-    left = size * (size - 1) // 2
+    links: list[Link] = []
     try:
         dist.init_process_group(
             "gloo",
             store=dist.PrefixStore("group", store),
             rank=rank,
-            world_size=size,
+            world_size=len(machines),
             timeout=timedelta(seconds=connect_seconds),
         )
         deadline = time.monotonic() + seconds
-        for together in rounds(pairs(size), machines):
-            # It is a barrier, too: a round disturbs no other one.
+        for together in rounds(pairs(len(machines)), machines):
+            # It is a barrier, too: no round disturbs another one.
             if any_rank(time.monotonic() > deadline):
                 break
-            measured += [link for pair in together if rank in pair for link in _pair(rank, pair)]
-            left -= len(together)
+            for pair in together:
+                for src, dst in (pair, pair[::-1]):
+                    if rank == src:
+                        links.append(_sent(src, dst))
+                    elif rank == dst:
+                        while recv(src):
+                            send(b"", src)
     except (ObjcommError, RuntimeError, ValueError) as error:
-        return MeasuredLinks(tuple(measured), text_of(error).partition("\n")[0], left)
+        return Measured(tuple(links), text_of(error).partition("\n")[0])
     finally:
         shutdown()
-    return MeasuredLinks(tuple(measured), "", left)
+    return Measured(tuple(links))
 
 
-def _pair(rank: int, pair: Pair) -> list[MeasuredLink]:
-    """Both directions, one after the other; each rank returns the one in which it sent."""
-    first, second = pair
-    is_first = rank == first
-    peer = second if is_first else first
-    latency = _ping(peer) if is_first else _pong(peer)
-    if is_first:
-        speed = _push(peer, latency)
-        _pull(peer)
-    else:
-        _pull(peer)
-        speed = _push(peer, latency)
-    return [MeasuredLink(rank, peer, latency, speed)]
-
-
-def _ping(peer: int) -> float:
-    quickest = float("inf")
-    for trip in range(_WARM_UP + _TRIPS):
-        began = time.perf_counter()
-        send(_EMPTY, peer)
-        recv(peer)
-        if trip >= _WARM_UP:
-            quickest = min(quickest, time.perf_counter() - began)
-    send(quickest / 2, peer)
-    return quickest / 2
-
-
-def _pong(peer: int) -> float:
-    for _ in range(_WARM_UP + _TRIPS):
-        recv(peer)
-        send(_EMPTY, peer)
-    return float(recv(peer))
-
-
-def _push(peer: int, latency: float) -> float:
-    """Send larger and larger messages; returns bytes per second of the last size, the best."""
-    speed = 0.0
+def _sent(src: int, dst: int) -> Link:
+    """Send messages to a rank that answers each; the largest ones say how fast the link is."""
+    trips = [_round_trip(dst, b"?") for _ in range(_WARM_UP + _TRIPS)]
+    latency = min(trips[_WARM_UP:]) / 2
+    speeds: dict[int, float] = {}
+    until = time.perf_counter() + _ENOUGH_SECONDS
     for nbytes in _SIZES:
-        if speed and nbytes / speed > _SLOW_SECONDS:
+        # The answer takes as long as the message's first byte; no link is infinitely fast.
+        seconds = max(_round_trip(dst, bytes(nbytes)) - 2 * latency, 1e-7)
+        speeds[nbytes] = max(nbytes / seconds, speeds.get(nbytes, 0.0))
+        if time.perf_counter() > until:
             break
-        payload = bytes(nbytes)
-        enough = time.perf_counter() + _ENOUGH_SECONDS
-        speed = _speed(payload, peer, latency)
-        for _ in range(_REPEATS - 1):
-            if time.perf_counter() < enough:
-                speed = max(speed, _speed(payload, peer, latency))
-    send(_EMPTY, peer)
-    return speed
+    send(b"", dst)
+    return Link(src, dst, latency, speeds[max(speeds)])
 
 
-def _speed(payload: bytes, peer: int, latency: float) -> float:
+def _round_trip(peer: int, payload: bytes) -> float:
     began = time.perf_counter()
     send(payload, peer)
-    recv(peer)  # a word that it has come, which takes as long as the message's first byte
-    seconds = time.perf_counter() - began - 2 * latency
-    return len(payload) / max(seconds, _LEAST_SECONDS)
-
-
-def _pull(peer: int) -> None:
-    while recv(peer):
-        send(_EMPTY, peer)
+    recv(peer)
+    return time.perf_counter() - began
