@@ -156,7 +156,8 @@ def test_a_name_without_an_address_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_resolver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     end = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: end.wait())
-    monkeypatch.setattr("objcomm._bootstrap.doctor.meeting._RESOLVE_SECONDS", -2.99)
+    monkeypatch.setattr("objcomm._bootstrap.doctor.meeting._RESOLVE_SECONDS", 0.01)
+    monkeypatch.setattr("objcomm._bootstrap.doctor.meeting._ATTEMPT_SECONDS", 0.0)
     with pytest.raises(OSError, match="no answer"):
         reach("slow.example", 1, NEVER)
     end.set()

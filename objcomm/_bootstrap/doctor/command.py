@@ -43,9 +43,9 @@ _PAUSE_SECONDS = 0.05
 _QUIET_SECONDS = 3.0
 _TRY_SECONDS = 3.0
 _GRACE_SECONDS = 2.0
-# A second process of one rank mostly starts together with the first.
+# Two processes of one rank usually start at the same time.
 _SETTLE_SECONDS = 0.3
-# A rank sees that all is over as soon as rank 0 says so; its store lives no longer than it must.
+# The other ranks see at once that rank 0 has reported; its store lives no longer than it must.
 _LEAVE_SECONDS = 3.0
 # For a store that does not answer, and for a machine that is busy.
 _MARGIN_SECONDS = 30.0

@@ -169,7 +169,7 @@ def _gloo_loopback(evidence: Evidence, report: Report) -> Complaint:
     if not is_loopback(report.address) or len(evidence.machines) == 1:
         return None
     what = f"Gloo listens at {report.address}, which no other host reaches"
-    hosts = "let the host's name stand for its address in the network (/etc/hosts)"
+    hosts = "let the host's name resolve to its address in the network (/etc/hosts)"
     return ERROR, what, f"{_interface_to_set(report)}, or {hosts}"
 
 
@@ -305,7 +305,7 @@ def _system(evidence: Evidence, report: Report) -> Complaint:
     if report.system == "linux":
         return None
     what = f"the system is {report.system!r}, and several ranks have been run on Linux only"
-    remedy = "start several ranks on Linux; a program that runs alone needs nothing of it"
+    remedy = "start several ranks on Linux; a program that runs alone does not need it"
     return NOTE if evidence.world_size == 1 else WARNING, what, remedy
 
 

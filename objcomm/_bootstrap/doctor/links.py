@@ -63,14 +63,18 @@ def rounds(wanted: Sequence[Pair], machines: Sequence[str]) -> list[list[Pair]]:
     """
     laid: list[list[Pair]] = []
     busy: list[set[str]] = []
+    full = dict.fromkeys(machines, 0)  # so many of the first rounds have no room for a host
     for pair in wanted:
         here = {machines[rank] for rank in pair}
-        at = next((at for at, others in enumerate(busy) if not others & here), len(busy))
+        later = range(max(full[machine] for machine in here), len(busy))
+        at = next((at for at in later if not busy[at] & here), len(busy))
         if at == len(busy):
             laid.append([])
             busy.append(set())
         laid[at].append(pair)
         busy[at] |= here
+        for machine in here:
+            full[machine] += full[machine] == at
     return laid
 
 
@@ -161,11 +165,11 @@ def contact(peer: Peer, seconds: float, until: float) -> Contact:
                 answer.read(_REST_NBYTES)
     except OSError as error:
         is_lost = token == peer.token and isinstance(error, TimeoutError)
-        return Contact(peer.rank, _LOST if is_lost else reason_of(error))
+        return Contact(peer.rank, _LOST if is_lost else cause_of(error))
     return Contact(peer.rank, "" if token == peer.token else _STRANGER)
 
 
-def reason_of(error: Exception) -> str:
+def cause_of(error: Exception) -> str:
     """How a connection failed, in a few words."""
     if isinstance(error, TimeoutError):
         return "no answer"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from objcomm._bootstrap.doctor.facts import Report, is_loopback
 from objcomm._bootstrap.doctor.host import within
-from objcomm._bootstrap.doctor.links import reason_of
+from objcomm._bootstrap.doctor.links import cause_of
 from objcomm._environment import Placement, has_agent_store
 from objcomm._transport.store import pack_record, read, unpack_record
 from objcomm.errors import WireError
@@ -68,7 +68,8 @@ def open_store(
     else:
         is_here = caller == address or is_loopback(address)
         report = replace(report, caller=caller, is_at_store=is_own or is_here)
-        store = store or _joined(address, place.port, deadline, is_of_agent=is_of_agent)
+        if store is None:
+            store = _joined(address, place.port, deadline, is_of_agent=is_of_agent)
     restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"{_PREFIX}/{restart}", store), report
 
@@ -96,7 +97,7 @@ def reach(host: str, port: int, deadline: float) -> tuple[str, str]:
                 return str(connection.getsockname()[0]), str(connection.getpeername()[0])
         except (OSError, UnicodeError) as error:
             if time.monotonic() > deadline:
-                raise OSError(reason_of(error)) from None
+                raise OSError(cause_of(error)) from None
         time.sleep(_PAUSE_SECONDS)
 
 
