@@ -219,6 +219,17 @@ def test_two_hosts_that_reach_the_first_but_not_each_other(told: Path) -> None:
     assert [each.status for each in (zero, *others)] == [1, 1, 1]
 
 
+def test_a_network_that_loses_large_packets(told: Path) -> None:
+    with Hosts(3) as hosts:
+        for host in (hosts[1], hosts[2]):  # their ports at the switch take 1500 bytes
+            link = ("ip", "link", "set", "dev", host.interface)
+            host.run(*link, "mtu", "9000", "gso_max_segs", "1", "gso_max_size", "2000")
+        on_hosts(hosts, [{}, {}, {}], "--timeout=15", f"--json={told}")
+    found = findings(told)["unreachable"]
+    assert found["ranks"] == [1, 2]
+    assert "small packets arrive and large ones are lost" in found["what"]
+
+
 def test_a_host_that_listens_on_loopback_only(told: Path) -> None:
     with Hosts(2) as hosts:
         on_hosts(hosts, [{}, {"GLOO_SOCKET_IFNAME": "lo"}], LONG, f"--json={told}")

@@ -128,7 +128,8 @@ def _answer(listener: socket.socket, token: str) -> None:
         with caller, contextlib.suppress(OSError):  # it has left
             caller.settimeout(1.0)
             caller.recv(1)
-            caller.sendall(token.encode() + bytes(_REST_NBYTES))
+            caller.sendall(token.encode())  # in a small packet of its own
+            caller.sendall(bytes(_REST_NBYTES))
 
 
 def contacts(peers: Sequence[Peer], seconds: float, patience: float) -> tuple[Contact, ...]:

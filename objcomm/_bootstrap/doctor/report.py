@@ -17,7 +17,6 @@ from objcomm._bootstrap.doctor.findings import Finding, Severity, status
 from objcomm._observe.terminal import aligned, printable
 from objcomm.errors import MissingDependencyError, ranges_text, ranks_text
 
-_VERSION = 1
 # More columns do not fit on a screen; the picture and the JSON have them.
 _MATRIX_MAX = 12
 _WIDTH = 100
@@ -78,7 +77,7 @@ def plain(evidence: Evidence, found: Sequence[Finding]) -> str:
     for each in [*known["ranks"], *known["others"]]:
         del each["token"]
     conclusions = [dataclasses.asdict(each) | {"severity": each.severity.value} for each in found]
-    head = {"objcomm_doctor": _VERSION, "status": status(found), "findings": conclusions}
+    head = {"objcomm_doctor": 1, "status": status(found), "findings": conclusions}
     return json.dumps(head | known | {"left_out": evidence.left_out}, indent=2) + "\n"
 
 
