@@ -45,19 +45,22 @@ try:
     )
     from objcomm._training.data import Shard, loader
     from objcomm._training.main_process import (
-        compute_and_broadcast,
         ddp_broadcast,
         main_first,
-        main_process_only,
         node_first,
         rank_prefixed_message,
-        run_on_main,
     )
     from objcomm._training.metrics import (
         gather_scalar,
         reduce_and_broadcast,
     )
-    from objcomm._training.once import once_per_node, run_once_per_node
+    from objcomm._training.once import (
+        compute_and_broadcast,
+        main_process_only,
+        once_per_node,
+        run_on_main,
+        run_once_per_node,
+    )
     from objcomm._wire.as_tensor import from_tensor, to_tensor
     from objcomm._world import is_initialized, rank, world_size
     from objcomm.errors import (

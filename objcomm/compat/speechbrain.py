@@ -63,7 +63,7 @@ OncePerNodeContext = MainProcessContext
 
 ddp_broadcast = raising(as_it_raised)(main_process.ddp_broadcast)
 ddp_init_group = raising(as_it_raised)(init.ddp_init_group)
-run_on_main = raising(as_it_raised)(main_process.run_on_main)
+run_on_main = raising(as_it_raised)(once.run_on_main)
 
 
 @overload
@@ -99,7 +99,7 @@ def main_process_only(
     """
 
     def decorate(given: Callable[P, R]) -> Callable[P, R]:
-        shared = main_process.main_process_only(group=group, timeout=timeout)
+        shared = once.main_process_only(group=group, timeout=timeout)
         return raising(as_it_raised)(shared(given))
 
     return decorate if function is None else decorate(function)
