@@ -64,12 +64,17 @@ _KEY_MIN_NBYTES = 16
 _PORTS_MAX = 1 << 16
 
 
-class Options(TypedDict, total=False):
-    """The keywords that every operation on objects takes; see ``objcomm.broadcast``."""
+class CallOptions(TypedDict, total=False):
+    """The keywords that every collective operation takes; see ``objcomm.broadcast``."""
 
     name: str
     group: GroupLike
     timeout: Timeout
+
+
+class Options(CallOptions, total=False):
+    """The same where it is one on objects."""
+
     codec: str | None
     device: DeviceLike
     confirm: bool

@@ -3,18 +3,24 @@
 Also averages of named numbers over ranks, weighted and exact.
 """
 
-import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, TypeAlias, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, Unpack, overload
 
 import torch
 
 from objcomm._calls.call import Call
 from objcomm._calls.work import Work
 from objcomm._collectives.gather import all_gather_in, decide_in, gather_in
-from objcomm._config import Allowed, DeviceLike, GroupLike, Timeout
+from objcomm._config import (
+    Allowed,
+    CallOptions,
+    DeviceLike,
+    GroupLike,
+    Options,
+    Timeout,
+)
 from objcomm._wire.failure_message import DisagreementError
 from objcomm._wire.header import Operation
 from objcomm.errors import UsageError, ranks_text
@@ -24,10 +30,11 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-class _Options(TypedDict, total=False):
-    name: str
-    group: GroupLike
-    timeout: Timeout
+class _Gathering(CallOptions, total=False):
+    group_dst: int | None
+
+
+class _Coding(CallOptions, total=False):
     codec: str | None
     device: DeviceLike
     accept: Iterable[str] | None
@@ -42,33 +49,16 @@ def gather_scalar(
     value: T,
     dst: int | None = None,
     *,
-    group_dst: int | None = None,
-    name: str = "",
-    group: GroupLike = None,
-    timeout: Timeout = None,
     async_op: Literal[False] = False,
+    **options: Unpack[_Gathering],
 ) -> list[T] | Any: ...
 @overload
 def gather_scalar(
-    value: T,
-    dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    name: str = "",
-    group: GroupLike = None,
-    timeout: Timeout = None,
-    async_op: Literal[True],
+    value: T, dst: int | None = None, *, async_op: Literal[True], **options: Unpack[_Gathering]
 ) -> Work[list[T] | Any]: ...
 @overload
 def gather_scalar(
-    value: T,
-    dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    name: str = "",
-    group: GroupLike = None,
-    timeout: Timeout = None,
-    async_op: bool,
+    value: T, dst: int | None = None, *, async_op: bool, **options: Unpack[_Gathering]
 ) -> list[T] | Work[list[T] | Any] | Any: ...
 def gather_scalar(
     value: T,
@@ -108,43 +98,30 @@ def gather_scalar(
         >>> objcomm.gather_scalar(2**70 + 1)
         [1180591620717411303425]
     """
-    with Call(
+    return _gathered(
         Operation.GATHER_SCALAR,
+        value,
+        _check_scalar,
+        (dst, group_dst),
         name=name,
         group=group,
         timeout=timeout,
         codec=_codec_for(value),
-        global_root=dst,
-        group_root=group_dst,
-        root_argument="dst",
-        has_root=True,
         async_op=async_op,
-    ) as call:
-        rest = gather_in(call, value, _check_scalar)
-        return call.later(rest) if async_op else rest()
+    )
 
 
 @overload
 def all_gather_scalar(
-    value: T,
-    *,
-    name: str = "",
-    group: GroupLike = None,
-    timeout: Timeout = None,
-    async_op: Literal[False] = False,
+    value: T, *, async_op: Literal[False] = False, **options: Unpack[CallOptions]
 ) -> list[T]: ...
 @overload
 def all_gather_scalar(
-    value: T,
-    *,
-    name: str = "",
-    group: GroupLike = None,
-    timeout: Timeout = None,
-    async_op: Literal[True],
+    value: T, *, async_op: Literal[True], **options: Unpack[CallOptions]
 ) -> Work[list[T]]: ...
 @overload
 def all_gather_scalar(
-    value: T, *, name: str = "", group: GroupLike = None, timeout: Timeout = None, async_op: bool
+    value: T, *, async_op: bool, **options: Unpack[CallOptions]
 ) -> list[T] | Work[list[T]]: ...
 def all_gather_scalar(
     value: T,
@@ -178,39 +155,17 @@ def all_gather_scalar(
         >>> objcomm.metrics.all_gather_scalar(True)
         [True]
     """
-    with Call(
+    gathered: list[T] | Work[list[T]] = _gathered(
         Operation.ALL_GATHER_SCALAR,
+        value,
+        _check_scalar,
         name=name,
         group=group,
         timeout=timeout,
         codec=_codec_for(value),
         async_op=async_op,
-    ) as call:
-        rest = all_gather_in(call, value, check=_check_scalar)
-        return call.later(rest) if async_op else rest()
-
-
-def _codec_for(value: object) -> str:
-    """Scalars are plain data, so a rank that refuses pickles gets them; subclasses are not."""
-    kind = type(value)
-    is_plain = kind in _PLAIN_SCALARS or kind.__module__ == "numpy" or kind is torch.Tensor
-    return "msgpack" if is_plain else "pickle"
-
-
-def _check_scalar(value: T) -> T:
-    """Return a scalar, refuse anything else.
-
-    Raises:
-        TypeError: on the rank that passed it; it travels as that rank's failure.
-    """
-    if isinstance(value, _PLAIN_SCALARS):
-        return value
-    if isinstance(value, torch.Tensor) and value.dim() == 0:
-        return value
-    bases = [(base.__module__, base.__name__) for base in type(value).__mro__]
-    if ("numpy", "generic") in bases:
-        return value
-    raise TypeError(f"a {type(value).__name__} is no scalar; objcomm.gather takes any object")
+    )
+    return gathered
 
 
 def gather_from_all_ranks(
@@ -257,23 +212,20 @@ def gather_from_all_ranks(
         >>> objcomm.metrics.gather_from_all_ranks(lambda: {"batches": 41})
         [{'batches': 41}]
     """
-    with Call(
+    return _gathered(
         Operation.GATHER_FROM_ALL_RANKS,
+        fn,
+        None,
+        (dst, group_dst),
         name=name,
         group=group,
         timeout=timeout,
         codec=codec,
         device=device,
-        global_root=dst,
-        group_root=group_dst,
-        root_argument="dst",
-        has_root=True,
         confirm=True,
         accept=accept,
         allow=allow,
-    ) as call:
-        rest = gather_in(call, fn, call.aside)
-        return rest()
+    )
 
 
 def gather_scalar_from_all_ranks(
@@ -310,33 +262,79 @@ def gather_scalar_from_all_ranks(
         >>> gather_scalar_from_all_ranks(lambda: 2**31)
         [2147483648]
     """
-    produce, codec = _called(fn)
-    with Call(
+    value: Any
+    check: Callable[[Any], Any] = _check_scalar
+    try:
+        value = fn()  # now, because the codec depends on it
+    except BaseException as error:  # noqa: BLE001  # this rank still takes part, and raises then
+        value, check = error, _raise
+    return _gathered(
         Operation.GATHER_SCALAR_FROM_ALL_RANKS,
+        value,
+        check,
+        (dst, group_dst),
         group=group,
         timeout=timeout,
-        codec=codec,
+        codec=_codec_for(value),
+        confirm=True,
+    )
+
+
+def _gathered(
+    operation: Operation,
+    given: Any,
+    check: Callable[[Any], Any] | None,
+    root: tuple[int | None, int | None] | None = None,
+    *,
+    async_op: bool = False,
+    **options: Unpack[Options],
+) -> Any:
+    """What all of these do.
+
+    Args:
+        operation: what the user has called.
+        given: this rank's contribution, or a function that gives it.
+        check: returns a contribution, or raises; None to call the function.
+        root: the destination, as a global rank and as one of the group; None for all ranks.
+        async_op: whether to return a work at once.
+        options: the user's own.
+    """
+    dst, group_dst = root or (None, None)
+    with Call(
+        operation,
+        root_argument="dst",
         global_root=dst,
         group_root=group_dst,
-        root_argument="dst",
-        has_root=True,
-        confirm=True,
+        has_root=root is not None,
+        async_op=async_op,
+        **options,
     ) as call:
-        rest = gather_in(call, produce, call.aside)
-        return rest()
+        gather: Callable[..., Callable[[], Any]] = gather_in if root else all_gather_in
+        rest = gather(call, given, check or call.aside)
+        return call.later(rest) if async_op else rest()
 
 
-def _called(fn: Callable[[], T]) -> tuple[Callable[[], T], str]:
-    """Call a function now, because the codec depends on what it returns.
+def _codec_for(value: object) -> str:
+    """Scalars are plain data, so a rank that refuses pickles gets them; subclasses are not."""
+    kind = type(value)
+    is_plain = kind in _PLAIN_SCALARS or kind.__module__ == "numpy" or kind is torch.Tensor
+    return "msgpack" if is_plain else "pickle"
 
-    Returns:
-        What gives the result, or raises what the function raised; and the codec.
+
+def _check_scalar(value: T) -> T:
+    """Return a scalar, refuse anything else.
+
+    Raises:
+        TypeError: on the rank that passed it; it travels as that rank's failure.
     """
-    try:
-        value = fn()
-    except BaseException as error:  # noqa: BLE001  # this rank still takes part, and raises then
-        return functools.partial(_raise, error), "msgpack"
-    return lambda: _check_scalar(value), _codec_for(value)
+    if isinstance(value, _PLAIN_SCALARS):
+        return value
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return value
+    bases = [(base.__module__, base.__name__) for base in type(value).__mro__]
+    if ("numpy", "generic") in bases:
+        return value
+    raise TypeError(f"a {type(value).__name__} is no scalar; objcomm.gather takes any object")
 
 
 def _raise(error: BaseException) -> NoReturn:
@@ -349,7 +347,7 @@ def reduce_and_broadcast(
     fn2: Callable[[list[A]], B],
     *,
     async_op: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Unpack[_Coding],
 ) -> B: ...
 @overload
 def reduce_and_broadcast(
@@ -357,7 +355,7 @@ def reduce_and_broadcast(
     fn2: Callable[[list[A]], B],
     *,
     async_op: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[_Coding],
 ) -> Work[B]: ...
 @overload
 def reduce_and_broadcast(
@@ -365,7 +363,7 @@ def reduce_and_broadcast(
     fn2: Callable[[list[A]], B],
     *,
     async_op: bool,
-    **options: Unpack[_Options],
+    **options: Unpack[_Coding],
 ) -> B | Work[B]: ...
 def reduce_and_broadcast(
     fn1: Callable[[], A],

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 from objcomm._algorithms import routes
 from objcomm._calls.absence import Region, acts_alone, inside
@@ -17,7 +17,15 @@ from objcomm._calls.group import resolve
 from objcomm._collectives.fail_together import failing_together
 from objcomm._collectives.gather import kept
 from objcomm._collectives.split import near_group
-from objcomm._config import Allowed, DeviceLike, GroupLike, Options, Timeout, check_name
+from objcomm._config import (
+    Allowed,
+    CallOptions,
+    DeviceLike,
+    GroupLike,
+    Options,
+    Timeout,
+    check_name,
+)
 from objcomm._observe.tracing import keep_eager
 from objcomm._wire.failure_message import failure_of, raise_together
 from objcomm._wire.header import Operation, Status
@@ -26,14 +34,6 @@ from objcomm.errors import CollectiveError, UsageError
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
-
-
-class _Common(TypedDict, total=False):
-    """The options that each part of a call is given."""
-
-    name: str
-    group: GroupLike
-    timeout: Timeout
 
 
 def compute_and_broadcast(
@@ -153,7 +153,7 @@ def run_on_main(  # noqa: PLR0917  # SpeechBrain's positions
         [3, 2, 1]
     """
     operation = Operation.RUN_ON_MAIN
-    options: _Common = {"name": name, "group": group, "timeout": timeout}
+    options: CallOptions = {"name": name, "group": group, "timeout": timeout}
     produce = _bound(operation, func, args, kwargs)
     post = None if post_func is None else _bound(operation, post_func, post_args, post_kwargs)
     # A rank that cannot decode the result does not come to what follows: all must know.
@@ -273,7 +273,7 @@ def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
         'unpacked to /scratch'
     """
     operation = Operation.RUN_ONCE_PER_NODE
-    options: _Common = {"name": name, "group": group, "timeout": timeout}
+    options: CallOptions = {"name": name, "group": group, "timeout": timeout}
     produce = _bound(operation, func, args, kwargs)
     post = None if post_func is None else _bound(operation, post_func, post_args, post_kwargs)
     result, ran = _on_each_host(operation, produce, **options)
@@ -420,7 +420,7 @@ def _on_one(
 
 
 def _on_each_host(
-    operation: Operation, produce: Callable[[], R], **options: Unpack[_Common]
+    operation: Operation, produce: Callable[[], R], **options: Unpack[CallOptions]
 ) -> tuple[R, frozenset[int]]:
     """What this host's first rank computes, on every rank here; and the first rank of each host."""
     name, group, timeout = options["name"], options["group"], options["timeout"]
@@ -470,7 +470,7 @@ def _call_after(
     ran: frozenset[int],
     *,
     is_for_all: bool,
-    **options: Unpack[_Common],
+    **options: Unpack[CallOptions],
 ) -> None:
     """Call something on all ranks, or on those that have not run; an error is everybody's."""
     called = operation.name.lower()
@@ -489,7 +489,7 @@ def _call_after(
 
 
 @contextlib.contextmanager
-def outcome_shared(operation: Operation, **options: Unpack[_Common]) -> Iterator[None]:
+def outcome_shared(operation: Operation, **options: Unpack[CallOptions]) -> Iterator[None]:
     """A block after which all ranks meet, and raise what went wrong in it on any."""
     try:
         yield
@@ -500,7 +500,7 @@ def outcome_shared(operation: Operation, **options: Unpack[_Common]) -> Iterator
 
 
 def share_outcome(
-    operation: Operation, error: BaseException | None, **options: Unpack[_Common]
+    operation: Operation, error: BaseException | None, **options: Unpack[CallOptions]
 ) -> None:
     """Meet all ranks, and raise on each what went wrong on any.
 
