@@ -8,10 +8,9 @@ their own memory.
 
 import enum
 import hashlib
-import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.autograd.graph import increment_version
@@ -30,6 +29,7 @@ from objcomm._wire.message import Message
 from objcomm.errors import UsageError
 
 _PLAIN_TYPES = {torch.Tensor, torch.nn.Parameter}
+_HOST = torch.device("cpu")
 
 
 class Rule(enum.Enum):
@@ -38,6 +38,10 @@ class Rule(enum.Enum):
     SHARE = "shared"  # the root's
     AVERAGE = "averaged"  # added up in float64: equal tensors stay equal, bit by bit
     GRADIENTS = "averaged as gradients"  # as DistributedDataParallel does
+
+
+_Flat: TypeAlias = tuple[Rule, torch.Tensor]  # a bucket's elements, and what becomes of them
+_Carrier: TypeAlias = Callable[[Call, Exchange, Sequence[_Flat]], None]
 
 
 class Bundle(NamedTuple):
@@ -254,101 +258,75 @@ def synchronise(call: Call, make: Callable[[], Sequence[Bundle]], *, moves: bool
     if call.is_alone:
         call.alone(lambda: manifest_of(make(), ""))
         return
-    agreement = _Agreement(call, make)
+    bundles: Sequence[Bundle] = ()
+    kinds: Sequence[TensorGroup] = ()
+    own = Manifest((), b"", "")
+
+    def digest(make: Callable[[], Sequence[Bundle]]) -> bytes:
+        nonlocal bundles, kinds, own
+        bundles = call.aside(make)
+        own, kinds = manifest_of(bundles, call.exchange.device.linked)
+        return own.digest
+
+    mine = call.message(make, digest)
     made: dict[int, torch.Tensor] = {}
     # One turn for all of it: a rank for which memory is missing must tell the others.
     with call.exchange as exchange:
-        told, manifest = agreement.reach(exchange)
+        told, manifest = _agreed(call, exchange, mine, own)
         if moves and manifest is not None:
             with torch.inference_mode(mode=False):  # what is made here must serve autograd
-                buckets = _buckets(agreement.bundles, manifest, agreement.kinds, made)
+                buckets = _buckets(bundles, manifest, kinds, made)
             # In this mode those tensors can be changed, too, that were made in it; and none is
             # traced.
             with torch.inference_mode():
-                _Moving(call, exchange).move(buckets, manifest.linked)
+                _move(call, exchange, buckets, manifest.linked)
     call.raise_failures(told)
-    likes = [like for bundle in agreement.bundles for like in bundle.likes]
+    likes = [like for bundle in bundles for like in bundle.likes]
     for at, gradient in made.items():
         likes[at].grad = gradient
 
 
-class _Agreement:
-    """Whether all ranks have the same tensors to change.
+def _agreed(
+    call: Call, exchange: Exchange, digest: Message, own: Manifest
+) -> tuple[Sequence[Message], Manifest | None]:
+    """What holds for all ranks, or None; and the messages that tell of what is wrong then.
 
-    Attributes:
-        bundles: this rank's.
-        kinds: of each tensor of all bundles.
+    They have other tensors, or some rank's can't be changed.
     """
+    messages = routes.all_gather(exchange, digest)
+    if call.failures(messages) is not None:
+        return messages, None
+    read = partial(call.decode_as, fits=lambda plain: type(plain) is bytes, what="digest")
+    if len(set(map(read, messages))) == 1:
+        return (), own
 
-    def __init__(self, call: Call, make: Callable[[], Sequence[Bundle]]) -> None:
-        self.bundles: Sequence[Bundle] = ()
-        self.kinds: Sequence[TensorGroup] = ()
-        self._call = call
-        self._manifest = Manifest((), b"", "")
-        self._mine = call.message(make, lambda make: self._describe(call.aside(make)))
-
-    def _describe(self, bundles: Sequence[Bundle]) -> bytes:
-        self.bundles = bundles
-        self._manifest, self.kinds = manifest_of(bundles, self._call.exchange.device.linked)
-        return self._manifest.digest
-
-    def reach(self, exchange: Exchange) -> tuple[Sequence[Message], Manifest | None]:
-        """What holds for all ranks, or None; and the messages that tell of what is wrong then.
-
-        They have other tensors, or some rank's can't be changed.
-        """
-        call, mine = self._call, self._manifest
-        messages = routes.all_gather(exchange, self._mine)
-        if call.failures(messages) is not None:
-            return messages, None
-        digests = {call.decode_as(message, _is_digest, "digest") for message in messages}
-        if len(digests) == 1:
-            return (), mine
-        described = call.message((list(mine.lines), mine.present, mine.linked))
-        message = answered(call, exchange, described, self._merged)
-        if call.failures([message]) is not None:
-            return [message], None
-        present, linked = call.decode_as(message, self._is_merged, "such answer")
-        return (), Manifest(mine.lines, present, linked)
-
-    def _merged(self, messages: Sequence[Message]) -> tuple[bytes, str]:
-        plain = [
-            self._call.decode_as(message, _is_manifest, "description of tensors")
-            for message in messages
-        ]
-        found = merged([Manifest(*fields) for fields in plain])
+    def merge(messages: Sequence[Message]) -> tuple[bytes, str]:
+        what = "description of tensors"
+        found = merged([Manifest(*call.decode_as(each, _is_manifest, what)) for each in messages])
         return found.present, found.linked
 
-    def _is_merged(self, plain: Any) -> bool:
-        """Whether it can be what ``_merged`` gave on another rank."""
-        is_pair = isinstance(plain, (tuple, list)) and len(plain) == 2  # noqa: PLR2004  # a pair
-        return is_pair and _is_manifest([list(self._manifest.lines), *plain])
+    def is_merged(plain: Any) -> bool:
+        return isinstance(plain, (tuple, list)) and _is_manifest([own.lines, *plain])
 
-
-def _is_digest(plain: object) -> bool:
-    return type(plain) is bytes
+    message = answered(call, exchange, call.message(tuple(own)), merge)
+    if call.failures([message]) is not None:
+        return [message], None
+    return (), Manifest(own.lines, *call.decode_as(message, is_merged, "such answer"))
 
 
 def _is_manifest(plain: Any) -> bool:
     """Whether it can be what makes a ``Manifest`` on another rank."""
-    if not isinstance(plain, (tuple, list)) or len(plain) != len(Manifest._fields):
-        return False
-    lines, present, linked = plain
-    is_right = isinstance(lines, list) and type(present) is bytes and type(linked) is str
-    return (
-        is_right
-        and len(present) == len(lines)
-        and set(present) <= {False, True}
-        and all(type(line) is str for line in lines)
-    )
+    match plain:
+        case [list(lines), bytes(present), str()]:
+            are_flags = len(present) == len(lines) and set(present) <= {False, True}
+            return are_flags and all(type(line) is str for line in lines)
+    return False
 
 
 def _is_like(flat: torch.Tensor, plain: Any) -> bool:
     """Whether it can be another rank's ``flat``."""
-    return isinstance(plain, torch.Tensor) and (plain.dtype, plain.shape) == (
-        flat.dtype,
-        flat.shape,
-    )
+    is_tensor = isinstance(plain, torch.Tensor)
+    return is_tensor and (plain.dtype, plain.shape) == (flat.dtype, flat.shape)
 
 
 class _Bucket:
@@ -441,91 +419,77 @@ def _buckets(
     return buckets
 
 
-class _Moving:
-    """The transfers of one call on this rank."""
+def _move(call: Call, exchange: Exchange, buckets: Sequence[_Bucket], linked: str) -> None:
+    """Let all buckets travel: over a device link where one joins the tensors' devices."""
+    # What travels outside of messages is not signed.
+    is_signed = exchange.gate.signer is not None
+    placed = [
+        (bucket, None if is_signed else exchange.device.joined(bucket.device_type, linked))
+        for bucket in buckets
+    ]
+    on_host = [bucket for bucket, device in placed if device is None]
 
-    def __init__(self, call: Call, exchange: Exchange) -> None:
-        self._call = call
-        self._exchange = exchange
-
-    def move(self, buckets: Sequence[_Bucket], linked: str) -> None:
-        """Let all buckets travel: over a device link where one joins the tensors' devices."""
-        if self._exchange.gate.signer is not None:
-            # What travels outside of messages is not signed.
-            for bucket in buckets:
-                self._by_itself(bucket, self._in_messages)
-            return
-        path = self._exchange.device
-        placed = [(bucket, path.joined(bucket.device_type, linked)) for bucket in buckets]
-        self._on_host([bucket for bucket, device in placed if device is None])
-        for bucket, device in placed:
-            if device is not None:
-                self._by_itself(bucket, self._on_device, device)
-
-    def _on_host(self, buckets: Sequence[_Bucket]) -> None:
-        flats = [(bucket, bucket.open().cpu()) for bucket in buckets]
-        shared = [flat.view(torch.uint8) for bucket, flat in flats if bucket.rule is Rule.SHARE]
-        averaged = [(bucket.rule, flat) for bucket, flat in flats if bucket.rule is not Rule.SHARE]
-        if shared:
-            routes.relay(self._exchange, shared, self._call.root)
-        tensor_reduction.reduce_tensors(
-            self._exchange, itertools.starmap(self._part, averaged), None
-        )
-        for bucket, flat in flats:
+    def carry(batch: Sequence[_Bucket], device: torch.device, by: _Carrier) -> None:
+        flats = [(bucket.rule, bucket.open().to(device)) for bucket in batch]
+        by(call, exchange, flats)
+        for bucket, (_, flat) in zip(batch, flats, strict=True):
             bucket.close(flat)
 
-    def _by_itself(
-        self,
-        bucket: _Bucket,
-        carry: Callable[[Rule, torch.Tensor], None],
-        device: torch.device | None = None,
-    ) -> None:
-        """One bucket from beginning to end, so that packed memory is needed for one at a time.
-
-        It travels from ``device``, if that is given.
-        """
-        flat = bucket.open()
+    if is_signed:
+        for bucket in on_host:
+            carry([bucket], _HOST, _in_messages)
+    else:
+        carry(on_host, _HOST, _between_hosts)
+    for bucket, device in placed:
         if device is not None:
-            flat = flat.to(device)
-        carry(bucket.rule, flat)
-        bucket.close(flat)
+            carry([bucket], device, _between_devices)
 
-    def _on_device(self, rule: Rule, flat: torch.Tensor) -> None:
+
+def _between_hosts(call: Call, exchange: Exchange, flats: Sequence[_Flat]) -> None:
+    shared = [flat.view(torch.uint8) for rule, flat in flats if rule is Rule.SHARE]
+    if shared:
+        routes.relay(exchange, shared, call.root)
+    parts = [_part(exchange, *each) for each in flats if each[0] is not Rule.SHARE]
+    tensor_reduction.reduce_tensors(exchange, parts, None)
+
+
+def _between_devices(call: Call, exchange: Exchange, flats: Sequence[_Flat]) -> None:
+    for rule, flat in flats:
         if rule is Rule.SHARE:
-            routes.meet_before_devices(self._exchange)  # who could not pack its tensors is absent
-            self._exchange.accelerators().broadcast_flat(flat.view(torch.uint8), self._call.root)
+            routes.meet_before_devices(exchange)  # who could not pack its tensors is absent
+            exchange.accelerators().broadcast_flat(flat.view(torch.uint8), call.root)
         else:
-            reduce_on_device(self._exchange, [self._part(rule, flat)])
+            reduce_on_device(exchange, [_part(exchange, rule, flat)])
 
-    def _in_messages(self, rule: Rule, flat: torch.Tensor) -> None:
-        call = self._call
+
+def _in_messages(call: Call, exchange: Exchange, flats: Sequence[_Flat]) -> None:
+    for rule, flat in flats:
+        read = partial(call.decode_as, fits=partial(_is_like, flat), what="such tensor")
         if rule is Rule.SHARE:
             mine = call.message(flat) if call.is_root else None
-            message = routes.broadcast(self._exchange, mine, call.root)
+            message = routes.broadcast(exchange, mine, call.root)
             if not call.is_root:
-                flat.copy_(call.decode_as(message, partial(_is_like, flat), "such tensor"))
-            return
+                flat.copy_(read(message))
+            continue
         # A copy, because the means take the place of what is still being sent.
-        messages = routes.all_gather(self._exchange, call.message(flat, torch.Tensor.clone))
+        messages = routes.all_gather(exchange, call.message(flat, torch.Tensor.clone))
         operands = [
-            flat
-            if rank == call.rank
-            else call.decode_as(message, partial(_is_like, flat), "such tensor").to(flat.device)
-            for rank, message in enumerate(messages)
+            flat if rank == call.rank else read(message) for rank, message in enumerate(messages)
         ]
         _averaging(rule, flat.dtype)(operands, flat)
 
-    def _part(self, rule: Rule, flat: torch.Tensor) -> Part:
-        return Part(
-            operand=flat,
-            result=flat,  # which the averages may share with an operand
-            dtype=flat.dtype,
-            result_dtype=flat.dtype,
-            numel=flat.numel(),
-            present=tuple(range(self._exchange.size)),
-            combine=_averaging(rule, flat.dtype),
-            kind=(rule, flat.dtype),
-        )
+
+def _part(exchange: Exchange, rule: Rule, flat: torch.Tensor) -> Part:
+    return Part(
+        operand=flat,
+        result=flat,  # which the averages may share with an operand
+        dtype=flat.dtype,
+        result_dtype=flat.dtype,
+        numel=flat.numel(),
+        present=tuple(range(exchange.size)),
+        combine=_averaging(rule, flat.dtype),
+        kind=(rule, flat.dtype),
+    )
 
 
 def _averaging(rule: Rule, dtype: torch.dtype) -> Combine:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -63,14 +64,9 @@ def broadcast_tensors(
         >>> counts
         tensor([3, 4])
     """
-    _synchronise(
-        Operation.BROADCAST_TENSORS,
-        lambda: [_bundle(Rule.SHARE, tensors)],
-        group,
-        timeout,
-        name=name,
-        root=(src, group_src),
-    )
+    make = partial(_bundles, Rule.SHARE, tensors)
+    root = src, group_src
+    _synchronise(Operation.BROADCAST_TENSORS, make, name, group, timeout, root=root)
 
 
 def average_tensors(
@@ -99,13 +95,8 @@ def average_tensors(
         >>> weights
         tensor([1.5000, 2.0000])
     """
-    _synchronise(
-        Operation.AVERAGE_TENSORS,
-        lambda: [_bundle(Rule.AVERAGE, tensors)],
-        group,
-        timeout,
-        name=name,
-    )
+    make = partial(_bundles, Rule.AVERAGE, tensors)
+    _synchronise(Operation.AVERAGE_TENSORS, make, name, group, timeout)
 
 
 def sync_buffers(
@@ -137,9 +128,8 @@ def sync_buffers(
         >>> objcomm.models.sync_buffers(torch.nn.BatchNorm1d(4).named_buffers())
     """
     rule = Rule.AVERAGE if average else Rule.SHARE
-    _synchronise(
-        Operation.SYNC_BUFFERS, lambda: [_bundle(rule, buffers)], group, timeout, name=name
-    )
+    make = partial(_bundles, rule, buffers)
+    _synchronise(Operation.SYNC_BUFFERS, make, name, group, timeout)
 
 
 def sync_gradients(
@@ -176,7 +166,7 @@ def sync_gradients(
         >>> model.bias.grad
         tensor([3.])
     """
-    _synchronise(Operation.SYNC_GRADIENTS, lambda: [_gradients(params)], group, timeout, name=name)
+    _synchronise(Operation.SYNC_GRADIENTS, partial(_gradients, params), name, group, timeout)
 
 
 @contextlib.contextmanager
@@ -251,9 +241,9 @@ def sync_model(
 
     def bundles() -> Sequence[Bundle]:
         buffers = model.named_buffers() if sync_buffers else ()
-        return [_gradients(model.named_parameters()), _bundle(rule, buffers)]
+        return [*_gradients(model.named_parameters()), *_bundles(rule, buffers)]
 
-    _synchronise(Operation.SYNC_MODEL, bundles, group, timeout, name=name)
+    _synchronise(Operation.SYNC_MODEL, bundles, name, group, timeout)
 
 
 @contextlib.contextmanager
@@ -331,12 +321,10 @@ def broadcast_model(
     """
 
     def bundles() -> Sequence[Bundle]:
-        parts = (model.named_parameters(), model.named_buffers())
-        return [_bundle(Rule.SHARE, part) for part in parts]
+        return _bundles(Rule.SHARE, model.named_parameters(), model.named_buffers())
 
-    _synchronise(
-        Operation.BROADCAST_MODEL, bundles, group, timeout, name=name, root=(src, group_src)
-    )
+    root = src, group_src
+    _synchronise(Operation.BROADCAST_MODEL, bundles, name, group, timeout, root=root)
 
 
 def wrap(
@@ -387,10 +375,9 @@ def wrap(
         # Torch copies the others from the first rank, too; those of packed types as they are.
         others = [each for each in named if is_plain_tensor(each[1])]
         marked = [(f"{name} (to be trained)", tensor) for name, tensor in trained]
-        parts = (others, marked, model.named_buffers())
-        return [_bundle(Rule.SHARE, part) for part in parts]
+        return _bundles(Rule.SHARE, others, marked, model.named_buffers())
 
-    call = _synchronise(Operation.WRAP, bundles, group, timeout, name=name, moves=False)
+    call = _synchronise(Operation.WRAP, bundles, name, group, timeout, moves=False)
     if call.is_alone or not trained:
         return model
     devices = {parameter.device for parameter in model.parameters()}
@@ -406,10 +393,10 @@ def wrap(
 def _synchronise(
     operation: Operation,
     make: Callable[[], Sequence[Bundle]],
+    name: str,
     group: GroupLike,
     timeout: Timeout,
     *,
-    name: str,
     root: tuple[int | None, int | None] | None = None,
     moves: bool = True,
 ) -> Call:
@@ -429,25 +416,30 @@ def _synchronise(
     return call
 
 
-def _bundle(rule: Rule, tensors: Tensors) -> Bundle:
-    given: list[Any] = list(tensors)
-    count = sum(isinstance(each, tuple) for each in given)
-    if not count:
-        return Bundle(rule, [""] * len(given), given, given)
-    if count < len(given) or {len(each) for each in given} != {2}:
-        raise UsageError("give tensors, or pairs of a name and a tensor, and not some of both")
-    # A NUL ends the name in a manifest's line.
-    names = [str(name).replace("\0", "\\0") for name, _ in given]
-    found = [tensor for _, tensor in given]
-    return Bundle(rule, names, found, found)
+def _bundles(rule: Rule, *parts: Tensors) -> list[Bundle]:
+    """One for each part: tensors, or pairs of a name and a tensor."""
+    bundles = []
+    for part in parts:
+        given: list[Any] = list(part)
+        names, found = [""] * len(given), given
+        if any(isinstance(each, tuple) for each in given):
+            if {isinstance(each, tuple) and len(each) for each in given} != {2}:
+                raise UsageError(
+                    "give tensors, or pairs of a name and a tensor, and not some of both"
+                )
+            # A NUL ends the name in a manifest's line.
+            names = [str(name).replace("\0", "\\0") for name, _ in given]
+            found = [tensor for _, tensor in given]
+        bundles.append(Bundle(rule, names, found, found))
+    return bundles
+
+
+def _gradients(params: Tensors) -> list[Bundle]:
+    found = _bundles(Rule.GRADIENTS, _listed(params))
+    return [each._replace(tensors=[like.grad for like in each.likes]) for each in found]
 
 
 def _listed(params: Tensors) -> list[Any]:
     if isinstance(params, torch.Tensor):  # its rows are tensors, too, but have no gradients
         raise UsageError("give a list of parameters, not a single one")
     return list(params)
-
-
-def _gradients(params: Tensors) -> Bundle:
-    _, names, found, _ = _bundle(Rule.GRADIENTS, _listed(params))
-    return Bundle(Rule.GRADIENTS, names, found, [parameter.grad for parameter in found])
