@@ -18,17 +18,19 @@ threads a second one, in which they take turns; so a call must come from the mai
 ranks or on none. A thread in ``objcomm.lane`` has that lane's sequence.
 """
 
+import functools
 import warnings
 from collections.abc import Callable, MutableSequence, Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.serialization import get_safe_globals
 
 from objcomm._calls.call import Call
-from objcomm._calls.group import Group, resolve
+from objcomm._calls.group import resolve
 from objcomm._collectives.broadcast import broadcast_in
 from objcomm._collectives.gather import all_gather_in, gather_in
 from objcomm._collectives.scatter import one_each, scatter_in
@@ -59,11 +61,10 @@ __all__ = [
 ]
 
 E = TypeVar("E", bound=P2PCall)
+T = TypeVar("T")
+P = ParamSpec("P")
 
 _CODEC = "pickle"
-
-# In the others every rank waits for every other one anyway.
-_ONE_SIDED = frozenset({Operation.BROADCAST, Operation.GATHER, Operation.SCATTER})
 
 # Lists must not meet what the program sends by ``objcomm.send``, so they have a tag of their own.
 _TAG = (1 << 32) - 1
@@ -94,7 +95,34 @@ def _as_torch_raises(error: ObjcommError) -> ObjcommError:
     return caught_as(error, kind)
 
 
-@raising(_as_torch_raises)
+def _in_torchs_place(outside: T) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A decorator: errors are also torch's; a rank outside of the group gets its warning.
+
+    Args:
+        outside: what such a rank gets.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        call = raising(_as_torch_raises)(function)
+
+        def called(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return call(*args, **kwargs)
+            except NotInGroupError:
+                warnings.warn(
+                    f"Running {function.__name__} on global rank {rank()} which does not belong to "
+                    "the given group.",
+                    stacklevel=2,
+                )
+                return outside
+
+        keep_eager([called])
+        return functools.update_wrapper(called, function)
+
+    return decorate
+
+
+@_in_torchs_place(None)
 def broadcast_object_list(  # noqa: PLR0917  # torch's signature
     object_list: MutableSequence[Any],
     src: int | None = None,
@@ -132,27 +160,15 @@ def broadcast_object_list(  # noqa: PLR0917  # torch's signature
     """
     del device
     name = "broadcast_object_list"
-
-    def body(call: Call) -> None:
-        def check(given: object) -> Any:
-            return list(_entries(name, given))  # whatever class of list it is
-
-        objects = broadcast_in(call, object_list, check)()
+    root = src, group_src
+    with _turn(name, group), _call(Operation.BROADCAST, name, group, root, weights_only) as call:
+        # Whatever class of list it is.
+        objects = broadcast_in(call, object_list, lambda given: list(_entries(name, given)))()
         if not call.is_root:
             _replace_all(name, call.root, object_list, objects)
 
-    _carry_out(
-        Operation.BROADCAST,
-        name,
-        group,
-        body,
-        root=_default(src, group_src),
-        group_root=group_src,
-        weights_only=weights_only,
-    )
 
-
-@raising(_as_torch_raises)
+@_in_torchs_place(None)
 def all_gather_object(
     object_list: MutableSequence[Any],
     obj: object,
@@ -184,8 +200,8 @@ def all_gather_object(
         ['shard-0.parquet']
     """
     name = "all_gather_object"
+    with _turn(name, group), _call(Operation.ALL_GATHER, name, group, None, weights_only) as call:
 
-    def body(call: Call) -> None:
         def check(mine: object) -> object:
             _check_room(call, object_list)
             return mine
@@ -194,10 +210,8 @@ def all_gather_object(
         objects[call.rank] = _copied(call, obj)
         _replace(object_list, objects)
 
-    _carry_out(Operation.ALL_GATHER, name, group, body, has_root=False, weights_only=weights_only)
 
-
-@raising(_as_torch_raises)
+@_in_torchs_place(None)
 def gather_object(  # noqa: PLR0917  # torch's signature
     obj: object,
     object_gather_list: MutableSequence[Any] | None = None,
@@ -237,8 +251,9 @@ def gather_object(  # noqa: PLR0917  # torch's signature
         [{'correct': 41}]
     """
     name = "gather_object"
+    root = dst, group_dst
+    with _turn(name, group), _call(Operation.GATHER, name, group, root, weights_only) as call:
 
-    def body(call: Call) -> None:
         def check(obj: object) -> object:
             _check_gather_list(call, object_gather_list)
             return obj
@@ -248,18 +263,8 @@ def gather_object(  # noqa: PLR0917  # torch's signature
             objects[call.rank] = _copied(call, obj)
             _replace(object_gather_list, objects)
 
-    _carry_out(
-        Operation.GATHER,
-        name,
-        group,
-        body,
-        root=_default(dst, group_dst),
-        group_root=group_dst,
-        weights_only=weights_only,
-    )
 
-
-@raising(_as_torch_raises)
+@_in_torchs_place(None)
 def scatter_object_list(  # noqa: PLR0917  # torch's signature
     scatter_object_output_list: MutableSequence[Any],
     scatter_object_input_list: Sequence[Any] | None = None,
@@ -298,8 +303,9 @@ def scatter_object_list(  # noqa: PLR0917  # torch's signature
         [{'files': ['a', 'b']}]
     """
     name = "scatter_object_list"
+    root = src, group_src
+    with _turn(name, group), _call(Operation.SCATTER, name, group, root, weights_only) as call:
 
-    def body(call: Call) -> None:
         def produce() -> list[Any]:
             _check_output(name, scatter_object_output_list)
             given = scatter_object_input_list
@@ -312,18 +318,8 @@ def scatter_object_list(  # noqa: PLR0917  # torch's signature
             _check_output(name, scatter_object_output_list)
         scatter_object_output_list[0] = obj
 
-    _carry_out(
-        Operation.SCATTER,
-        name,
-        group,
-        body,
-        root=_default(src, group_src),
-        group_root=group_src,
-        weights_only=weights_only,
-    )
 
-
-@raising(_as_torch_raises)
+@_in_torchs_place(None)
 def send_object_list(  # noqa: PLR0917  # torch's signature
     object_list: Sequence[Any],
     dst: int | None = None,
@@ -360,13 +356,10 @@ def send_object_list(  # noqa: PLR0917  # torch's signature
     """
     del device, use_batch, weights_only
     name = "send_object_list"
-    p2p_call = _p2p_call(Send, name, group, dst, group_dst)
-    if p2p_call is None:
-        return
-    p2p_call.run(list(_entries(name, object_list)))
+    _p2p_call(Send, name, group, dst, group_dst).run(list(_entries(name, object_list)))
 
 
-@raising(_as_torch_raises)
+@_in_torchs_place(-1)
 def recv_object_list(  # noqa: PLR0917  # torch's signature
     object_list: MutableSequence[Any],
     src: int | None = None,
@@ -408,8 +401,6 @@ def recv_object_list(  # noqa: PLR0917  # torch's signature
     del device, use_batch
     name = "recv_object_list"
     p2p_call = _p2p_call(Receive, name, group, src, group_src, weights_only=weights_only)
-    if p2p_call is None:
-        return -1
     _entries(name, object_list)
     with p2p_call:
         arrival = p2p_call.awaited()
@@ -417,48 +408,39 @@ def recv_object_list(  # noqa: PLR0917  # torch's signature
     return p2p_call.group.ranks[arrival.peer]
 
 
-def _carry_out(
+def _turn(name: str, group: GroupLike) -> AbstractContextManager[None]:
+    """This thread's turn in its lane, which it may share."""
+    return resolve(group, name).in_turns()
+
+
+def _call(
     operation: Operation,
     name: str,
     group: GroupLike,
-    body: Callable[[Call], None],
-    *,
-    root: int | None = None,
-    group_root: int | None = None,
-    has_root: bool = True,
-    weights_only: bool,
-) -> None:
-    """Make a call under the user's name; a warning where this rank is not in the group."""
-    joined = _joined(name, group)
-    if joined is None:
-        return
-    _check_root(name, joined, root, group_root)
-    with (
-        joined.in_turns(),
-        Call(
-            operation,
-            group=group,
-            codec=_CODEC,
-            global_root=root,
-            group_root=group_root,
-            root_argument="dst" if operation is Operation.GATHER else "src",
-            has_root=has_root,
-            must_agree=name,
-            allow=_safe(weights_only),
-            called=name,
-            is_met=_checking.is_on and operation in _ONE_SIDED,
-        ) as call,
-    ):
-        body(call)
+    root: tuple[int | None, int | None] | None,
+    weights_only: bool,  # noqa: FBT001  # handed on
+) -> Call:
+    """A call under the user's name; a root is given as a global rank and as one of the group."""
+    # Torch's default is 0, in every group.
+    global_root, group_root = (0, None) if root == (None, None) else root or (None, None)
+    _check_root(name, group, global_root, group_root)
+    return Call(
+        operation,
+        group=group,
+        codec=_CODEC,
+        global_root=global_root,
+        group_root=group_root,
+        root_argument="dst" if operation is Operation.GATHER else "src",
+        has_root=root is not None,
+        must_agree=name,
+        allow=_safe(weights_only),
+        called=name,
+        is_met=operation in _met_first,
+    )
 
 
-class _Checking:
-    """Whether ranks first meet in calls from which some could otherwise return too early."""
-
-    is_on = False
-
-
-_checking = _Checking()
+#: Calls in which all ranks meet first, because some could otherwise return too early.
+_met_first: set[Operation] = set()
 
 
 def check_calls(*, is_on: bool) -> None:
@@ -467,10 +449,12 @@ def check_calls(*, is_on: bool) -> None:
     Every rank must say the same. It costs a small call some hundred microseconds; ``objcomm.check``
     does it for objcomm's own calls.
     """
-    _checking.is_on = is_on
+    _met_first.clear()
+    if is_on:  # in the other operations every rank waits for every other one anyway
+        _met_first.update({Operation.BROADCAST, Operation.GATHER, Operation.SCATTER})
 
 
-def _check_root(name: str, joined: Group, root: int | None, group_root: int | None) -> None:
+def _check_root(name: str, group: GroupLike, root: int | None, group_root: int | None) -> None:
     """Hold another rank against the group, for what torch raises; the call itself does it again.
 
     Raises:
@@ -478,7 +462,7 @@ def _check_root(name: str, joined: Group, root: int | None, group_root: int | No
             which is a TypeError there.
     """
     try:
-        joined.root(name, root, group_root)
+        resolve(group, name).root(name, root, group_root)
     except UsageError as error:
         if root is not None and group_root is not None:
             raise  # a ValueError, there as here
@@ -494,16 +478,13 @@ def _p2p_call(
     group_peer: int | None,
     *,
     weights_only: bool = False,
-) -> E | None:
-    """A message to or from another rank; None where this rank is not in the group.
+) -> E:
+    """A message to or from another rank.
 
     Raises:
         UsageError: an argument is wrong, or the other rank is this one.
     """
-    joined = _joined(name, group)
-    if joined is None:
-        return None
-    _check_root(name, joined, peer, group_peer)
+    _check_root(name, group, peer, group_peer)
     allow = _safe(weights_only)
     p2p_call = kind(peer, group_peer, _TAG, group, codec=_CODEC, allow=allow, name=name)
     if p2p_call.peer == p2p_call.group.rank:
@@ -516,23 +497,6 @@ def _safe(weights_only: bool) -> list[Any] | None:  # noqa: FBT001  # handed on
     if not weights_only:
         return None
     return [each[0] if isinstance(each, tuple) else each for each in get_safe_globals()]
-
-
-def _joined(name: str, group: GroupLike) -> Group | None:
-    """The group, or None on a rank outside of it, which gets torch's warning."""
-    try:
-        return resolve(group, name)
-    except NotInGroupError:
-        warnings.warn(
-            f"Running {name} on global rank {rank()} which does not belong to the given group.",
-            stacklevel=5,  # above the decorator
-        )
-        return None
-
-
-def _default(root: int | None, group_root: int | None) -> int | None:
-    """The root's global rank: torch's default is 0, in every group."""
-    return 0 if root is None and group_root is None else root
 
 
 def _copied(call: Call, obj: object) -> Any:
