@@ -473,9 +473,11 @@ def _call_after(
     **options: Unpack[CallOptions],
 ) -> None:
     """Call something on all ranks, or on those that have not run; an error is everybody's."""
+    if post is None:
+        return
     called = operation.name.lower()
     whole = resolve(options["group"])
-    if post is None or (ran.issuperset(whole.ranks) and not is_for_all):
+    if not is_for_all and ran.issuperset(whole.ranks):
         return
     if not is_for_all:
         with outcome_shared(operation, **options), inside(Region(called, later=ran)):
@@ -515,8 +517,7 @@ def share_outcome(
     with Call(operation, must_agree="outcome", **options) as call:
         if call.is_alone:
             if error is not None:
-                failure = failure_of(error, 0, call.call_site)
-                raise_together(call.operation, {0: failure}, error, 0)
+                raise_together(call.operation, {0: failure_of(error, 0, call.call_site)}, error, 0)
             return
         mine = call.announcement(Status.VALUE) if error is None else call.failure(error)
         with call.exchange as exchange:

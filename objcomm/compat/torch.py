@@ -21,7 +21,6 @@ ranks or on none. A thread in ``objcomm.lane`` has that lane's sequence.
 import functools
 import warnings
 from collections.abc import Callable, MutableSequence, Sequence
-from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from torch.serialization import get_safe_globals
 
 from objcomm._calls.call import Call
-from objcomm._calls.group import resolve
+from objcomm._calls.group import Group, resolve
 from objcomm._collectives.broadcast import broadcast_in
 from objcomm._collectives.gather import all_gather_in, gather_in
 from objcomm._collectives.scatter import one_each, scatter_in
@@ -116,7 +115,7 @@ def _in_torchs_place(outside: T) -> Callable[[Callable[P, T]], Callable[P, T]]:
                 )
                 return outside
 
-        keep_eager([called])
+        keep_eager([function, called])
         return functools.update_wrapper(called, function)
 
     return decorate
@@ -161,7 +160,8 @@ def broadcast_object_list(  # noqa: PLR0917  # torch's signature
     del device
     name = "broadcast_object_list"
     root = src, group_src
-    with _turn(name, group), _call(Operation.BROADCAST, name, group, root, weights_only) as call:
+    joined: Any = resolve(group, name)
+    with joined.in_turns(), _call(Operation.BROADCAST, name, joined, root, weights_only) as call:
         # Whatever class of list it is.
         objects = broadcast_in(call, object_list, lambda given: list(_entries(name, given)))()
         if not call.is_root:
@@ -200,7 +200,8 @@ def all_gather_object(
         ['shard-0.parquet']
     """
     name = "all_gather_object"
-    with _turn(name, group), _call(Operation.ALL_GATHER, name, group, None, weights_only) as call:
+    joined: Any = resolve(group, name)
+    with joined.in_turns(), _call(Operation.ALL_GATHER, name, joined, None, weights_only) as call:
 
         def check(mine: object) -> object:
             _check_room(call, object_list)
@@ -252,7 +253,8 @@ def gather_object(  # noqa: PLR0917  # torch's signature
     """
     name = "gather_object"
     root = dst, group_dst
-    with _turn(name, group), _call(Operation.GATHER, name, group, root, weights_only) as call:
+    joined: Any = resolve(group, name)
+    with joined.in_turns(), _call(Operation.GATHER, name, joined, root, weights_only) as call:
 
         def check(obj: object) -> object:
             _check_gather_list(call, object_gather_list)
@@ -304,7 +306,8 @@ def scatter_object_list(  # noqa: PLR0917  # torch's signature
     """
     name = "scatter_object_list"
     root = src, group_src
-    with _turn(name, group), _call(Operation.SCATTER, name, group, root, weights_only) as call:
+    joined: Any = resolve(group, name)
+    with joined.in_turns(), _call(Operation.SCATTER, name, joined, root, weights_only) as call:
 
         def produce() -> list[Any]:
             _check_output(name, scatter_object_output_list)
@@ -408,25 +411,20 @@ def recv_object_list(  # noqa: PLR0917  # torch's signature
     return p2p_call.group.ranks[arrival.peer]
 
 
-def _turn(name: str, group: GroupLike) -> AbstractContextManager[None]:
-    """This thread's turn in its lane, which it may share."""
-    return resolve(group, name).in_turns()
-
-
 def _call(
     operation: Operation,
     name: str,
-    group: GroupLike,
+    joined: Any,
     root: tuple[int | None, int | None] | None,
     weights_only: bool,  # noqa: FBT001  # handed on
 ) -> Call:
     """A call under the user's name; a root is given as a global rank and as one of the group."""
     # Torch's default is 0, in every group.
     global_root, group_root = (0, None) if root == (None, None) else root or (None, None)
-    _check_root(name, group, global_root, group_root)
+    _check_root(name, joined, global_root, group_root)
     return Call(
         operation,
-        group=group,
+        group=joined,
         codec=_CODEC,
         global_root=global_root,
         group_root=group_root,
@@ -454,7 +452,7 @@ def check_calls(*, is_on: bool) -> None:
         _met_first.update({Operation.BROADCAST, Operation.GATHER, Operation.SCATTER})
 
 
-def _check_root(name: str, group: GroupLike, root: int | None, group_root: int | None) -> None:
+def _check_root(name: str, joined: Group, root: int | None, group_root: int | None) -> None:
     """Hold another rank against the group, for what torch raises; the call itself does it again.
 
     Raises:
@@ -462,7 +460,7 @@ def _check_root(name: str, group: GroupLike, root: int | None, group_root: int |
             which is a TypeError there.
     """
     try:
-        resolve(group, name).root(name, root, group_root)
+        joined.root(name, root, group_root)
     except UsageError as error:
         if root is not None and group_root is not None:
             raise  # a ValueError, there as here
@@ -484,7 +482,7 @@ def _p2p_call(
     Raises:
         UsageError: an argument is wrong, or the other rank is this one.
     """
-    _check_root(name, group, peer, group_peer)
+    _check_root(name, resolve(group, name), peer, group_peer)
     allow = _safe(weights_only)
     p2p_call = kind(peer, group_peer, _TAG, group, codec=_CODEC, allow=allow, name=name)
     if p2p_call.peer == p2p_call.group.rank:
@@ -547,10 +545,6 @@ def patch() -> Patch:
         ['a world of one']
     """
     return Patch(_switch)
-
-
-keep_eager(_FUNCTIONS.values())
-del keep_eager  # no public name
 
 
 def _entries(name: str, given: Any) -> Sequence[Any]:
