@@ -8,7 +8,7 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self, TypeAlias
 
 from objcomm._observe.tracing import keep_eager
 from objcomm._transport.threads import Alone
@@ -16,11 +16,8 @@ from objcomm._transport.threads import Alone
 Function = Callable[..., Any]
 
 
-class _Place(NamedTuple):
-    module: ModuleType
-    name: str
-    original: Function
-    replacement: Function
+# A module, a name in it, what stood there, and what stands there now.
+_Place: TypeAlias = tuple[ModuleType, str, Function, Function]
 
 
 class Switch:
@@ -54,8 +51,8 @@ class Switch:
             self._holders.add(holder)
             if not self._places:
                 self._places = self._all_places()
-                for place in self._places:
-                    setattr(place.module, place.name, place.replacement)
+                for module, name, _, replacement in self._places:
+                    setattr(module, name, replacement)
 
     def release(self, holder: object) -> None:
         """Put back what stood there, if nobody else holds the switch.
@@ -66,20 +63,20 @@ class Switch:
             self._holders.discard(holder)
             if self._holders:
                 return
-            for place in self._places:
-                if getattr(place.module, place.name) is place.replacement:
-                    setattr(place.module, place.name, place.original)
+            for module, name, original, replacement in self._places:
+                if getattr(module, name) is replacement:
+                    setattr(module, name, original)
             self._places = []
 
     def _all_places(self) -> list[_Place]:
         replacements: dict[Function, Function] = {}  # what is one function stays one
-        places = []
+        places: list[_Place] = []
         for module in self._modules():
             for name, function in self._functions.items():
                 original = getattr(module, name)
                 replacement = replacements.get(original) or self._replacement(function, original)
                 replacements[original] = replacement
-                places.append(_Place(module, name, original, replacement))
+                places.append((module, name, original, replacement))
         return places
 
     def _replacement(self, function: Function, original: Function) -> Function:
