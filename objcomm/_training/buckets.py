@@ -289,7 +289,7 @@ def synchronise(call: Call, make: Callable[[], Sequence[Bundle]], *, moves: bool
 def _agreed(
     call: Call, exchange: Exchange, digest: Message, own: Manifest
 ) -> tuple[Sequence[Message], Manifest | None]:
-    """What holds for all ranks, or None; and the messages that tell of what is wrong then.
+    """What holds for all ranks, or None; and the messages that say what is wrong then.
 
     They have other tensors, or some rank's can't be changed.
     """
@@ -456,7 +456,7 @@ def _between_hosts(call: Call, exchange: Exchange, flats: Sequence[_Flat]) -> No
 def _between_devices(call: Call, exchange: Exchange, flats: Sequence[_Flat]) -> None:
     for rule, flat in flats:
         if rule is Rule.SHARE:
-            routes.meet_before_devices(exchange)  # who could not pack its tensors is absent
+            routes.meet_before_devices(exchange)  # a rank that could not pack its tensors is absent
             exchange.accelerators().broadcast_flat(flat.view(torch.uint8), call.root)
         else:
             reduce_on_device(exchange, [_part(exchange, rule, flat)])

@@ -107,7 +107,7 @@ def loader(
 
     Raises:
         UsageError: the data set has no length, or ``sampler=`` or ``batch_sampler=`` is given.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
 
     Examples:
         >>> import objcomm

@@ -54,7 +54,7 @@ def rank_prefixed_message(message: str, *, group: GroupLike = None) -> str:
 
     Args:
         message: any text.
-        group: whose rank to tell; None for the world.
+        group: whose rank to show; None for the world.
 
     Examples:
         >>> import objcomm
@@ -98,14 +98,14 @@ class MainProcessContext(_Block[None]):
     ``barrier`` returns at once and ``broadcast`` gives back its argument, as SpeechBrain's do;
     functions that run on the first rank run here. All other calls raise UsageError instead of an
     answer of one rank. Only calls whose group has other ranks of this one are concerned. Blocks may
-    be nested; other threads are not in them. Whoever runs a generator that has yielded in a block
-    is in it, too.
+    be nested; other threads are not in them. Code that runs a generator which has yielded in a
+    block is in it, too.
 
     Args:
         group: whose ranks are not here; None for the world.
 
     Raises:
-        NotInGroupError: this rank is no member of ``group``. When it is entered.
+        NotInGroupError: this rank is not a member of ``group``. When it is entered.
 
     Examples:
         >>> import objcomm
@@ -301,7 +301,7 @@ class zero_first(main_first):  # noqa: N801  # used as a function, like contextl
 class node_first(_Ordered):  # noqa: N801  # used as a function, like contextlib's
     """A block that the first rank of each host goes through before the other ranks there.
 
-    Every rank of ``group`` must enter it. What a host is, ``node_group`` tells. At the end the
+    Every rank of ``group`` must enter it. Hosts are what ``node_group`` finds. At the end the
     ranks of all hosts meet. All else is as in ``main_first``. In a ``main_first`` block it works
     where ``node_group`` was called before and all ranks share one host.
 

@@ -90,7 +90,7 @@ def gather_scalar(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        CollectiveError: some rank's value is no scalar. The destination and that rank.
+        CollectiveError: some rank's value is not a scalar. The destination and that rank.
         ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
 
     Examples:
@@ -147,7 +147,7 @@ def all_gather_scalar(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        CollectiveError: some rank's value is no scalar. Every rank.
+        CollectiveError: some rank's value is not a scalar. Every rank.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
     Examples:
@@ -254,7 +254,7 @@ def gather_scalar_from_all_ranks(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        CollectiveError: ``fn`` raised on some rank, or returned no scalar. Every rank.
+        CollectiveError: ``fn`` raised on some rank, or did not return a scalar. Every rank.
         ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
 
     Examples:
@@ -462,8 +462,8 @@ def average_metrics(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        CollectiveError: names differ, a value is no number or a count is none or negative. Every
-            rank; ``failures`` says for each rank what is wrong.
+        CollectiveError: names differ, a value or a count is not a number, or a count is negative.
+            Every rank; ``failures`` says for each rank what is wrong.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
     Examples:
@@ -497,7 +497,7 @@ def _counted(metrics: Mapping[str, Any], count: float | Mapping[str, float]) -> 
     """This rank's contribution as plain numbers.
 
     Raises:
-        TypeError: a name is no text, or a value or count no number.
+        TypeError: a name is not a string, or a value or count is not a number.
         ValueError: a count is negative or not finite, or a name has none.
     """
     if not isinstance(count, Mapping):

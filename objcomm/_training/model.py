@@ -47,7 +47,7 @@ def broadcast_tensors(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: two ranks have other tensors, and the error names the first difference and
             the two; or some rank's can't be changed in place (sparse, expanded, without memory).
             Every rank, and nothing has changed.

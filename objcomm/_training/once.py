@@ -202,8 +202,8 @@ def main_process_only(
         A function of the same type, which returns and raises as ``run_on_main`` does.
 
     Raises:
-        UsageError: it is no function, or one that gives a coroutine or a generator, which cannot
-            be shared. When it is decorated. A wrong ``rank`` is told when it is called.
+        UsageError: it is not a function, or it gives a coroutine or a generator, which cannot be
+            shared. When it is decorated. A wrong ``rank`` raises when it is called.
 
     Examples:
         >>> import objcomm
@@ -237,7 +237,7 @@ def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
 ) -> T:
     """Run a function on the first rank of each host, and share its result with the ranks there.
 
-    Every rank of ``group`` must call this. What a host is, ``node_group`` tells, so no environment
+    Every rank of ``group`` must call this. Hosts are what ``node_group`` finds, so no environment
     variable plays a part. In ``func`` calls of objcomm act as in ``run_on_main``, but those among
     first ranks of hosts go on. In ``post_func`` the first ranks take part in no call, unless
     ``run_post_on_all`` is set: then ranks may talk in it as anywhere.
@@ -438,7 +438,7 @@ def _on_each_host(
         call = Call(operation, name=name, group=node, timeout=timeout, has_root=True)
         result = _computed_in(call, region, produce)
     except BaseException as error:
-        # Of what its first rank has raised, a host hears from that rank alone.
+        # What the first rank of a host raised, that rank alone tells the other hosts.
         is_shared = isinstance(error, CollectiveError) and error.operation == called
         share_outcome(operation, error.__cause__ if is_shared else error, **options)
         raise

@@ -1,4 +1,4 @@
-"""Functions in the places of a library's own, for as long as somebody wants them there.
+"""Functions in the places of a library's own, for as long as a patch holds them there.
 
 Knows modules and functions; knows nothing of what they do.
 """

@@ -22,7 +22,7 @@ Conversion = Callable[[ObjcommError], ObjcommError]
 
 
 def raising(conversion: Conversion) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a function whose errors of objcomm's shall leave it as ``conversion`` gives them."""
+    """Decorate a function whose errors of objcomm's leave it as ``conversion`` gives them."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         def raises(*args: P.args, **kwargs: P.kwargs) -> T:

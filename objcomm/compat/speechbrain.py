@@ -6,7 +6,7 @@ The whole migration is the import::
 
 Signatures and results are SpeechBrain's. What differs is what was wrong; the page "Migrating" lists
 it. Errors of what communicates are objcomm's, and also RuntimeErrors, or what this rank's own code
-raised. Functions that also stand in ``objcomm`` take ``group=`` and ``timeout=`` here as well.
+raised. Functions that ``objcomm`` has too take ``group=`` and ``timeout=`` here as well.
 """
 
 import functools
@@ -87,7 +87,7 @@ def main_process_only(
         timeout: of each call, seconds or timedelta; the group's own if None.
 
     Raises:
-        UsageError: it is no function, or one that gives a coroutine or a generator. When it is
+        UsageError: it is not a function, or it gives a coroutine or a generator. When it is
             decorated.
 
     Examples:
@@ -126,7 +126,7 @@ def get_rank() -> int | None:
         The rank; None in a process that no launcher has started.
 
     Raises:
-        UsageError: what the launcher says is no number.
+        UsageError: what the launcher says is not a number.
 
     Examples:
         >>> get_rank() is None
@@ -145,7 +145,7 @@ def get_local_rank() -> int | None:
         LOCAL_RANK, or what SLURM or MPI have in its place; None if there is nothing.
 
     Raises:
-        UsageError: what is there is no number.
+        UsageError: what is there is not a number.
 
     Examples:
         >>> get_local_rank() is None
@@ -265,7 +265,7 @@ def is_local_rank_zero() -> bool:
     """Whether this is the first rank of its host; needs no other rank.
 
     Raises:
-        UsageError: neither the launcher nor ``objcomm.node_group`` has told it.
+        UsageError: neither the launcher nor ``objcomm.node_group`` has said so.
 
     Examples:
         >>> is_local_rank_zero()

@@ -147,7 +147,7 @@ def broadcast_object_list(  # noqa: PLR0917  # torch's signature
         UsageError: the source is given twice or is not in the group: every rank, before any
             traffic. This rank's list is not as long as the source's: this rank, which has changed
             nothing; later calls work.
-        CollectiveError: the source's is no list, or could not be encoded. Every rank.
+        CollectiveError: the source's is not a list, or could not be encoded. Every rank.
         ObjcommError: whatever else ``objcomm.broadcast`` raises, on the same ranks.
 
     Examples:
@@ -347,7 +347,7 @@ def send_object_list(  # noqa: PLR0917  # torch's signature
 
     Raises:
         UsageError: the receiver is not given, given twice, not in the group, or this rank itself;
-            or this is no list. This rank, before any traffic.
+            or this is not a list. This rank, before any traffic.
         CollectiveError: an object could not be encoded. Both ranks.
         ObjcommError: whatever else ``objcomm.send`` raises, on the same ranks.
 
