@@ -13,8 +13,8 @@ from objcomm._calls.call import Call
 from objcomm._calls.group import Group, resolve
 from objcomm._collectives.broadcast import broadcast
 from objcomm._collectives.split import near_group
-from objcomm._config import GroupLike, Timeout
-from objcomm._training.once import outcome_shared, share_outcome
+from objcomm._config import CallOptions, GroupLike, Timeout
+from objcomm._training.once import near_traffic, outcome_shared, share_outcome
 from objcomm._wire.header import Operation, Status
 from objcomm._world import is_initialized
 from objcomm._world import rank as rank_in
@@ -188,7 +188,8 @@ class _Ordered(_Block[None]):
         Raises:
             CollectiveError: it has failed.
         """
-        operation, group, timeout = self._operation, self._group_like, self._timeout
+        operation, timeout = self._operation, self._timeout
+        options: CallOptions = {"group": self._group_like, "timeout": timeout}
         called = operation.name.lower()
         members = resolve(near)
         members.deadline(called, timeout)
@@ -200,21 +201,25 @@ class _Ordered(_Block[None]):
 
         call = None
         if members.rank != first:
-            with self._traffic_with(near), begun() as waiting, waiting.exchange as exchange:
+            with (
+                near_traffic(operation, near, **options),
+                begun() as waiting,
+                waiting.exchange as exchange,
+            ):
                 message = routes.broadcast(exchange, None, waiting.root)
             if message.header.status == Status.FAILURE:
-                share_outcome(operation, None, group=group, timeout=timeout)
+                share_outcome(operation, None, **options)
                 waiting.raise_failures([message])
         elif others:
             call = begun()  # here, for what is wrong already; the others wait for its message
 
         def end(error: BaseException | None) -> None:
             if call is not None:
-                with self._traffic_with(near), call:
+                with near_traffic(operation, near, **options), call:
                     mine = call.announcement(Status.VALUE) if error is None else call.failure(error)
                     with call.exchange as exchange:
                         routes.broadcast(exchange, mine, call.root)
-            share_outcome(operation, error, group=group, timeout=timeout)
+            share_outcome(operation, error, **options)
 
         is_first = members.rank == first
         try:
@@ -224,17 +229,6 @@ class _Ordered(_Block[None]):
             end(error)
             raise
         end(None)
-
-    @contextlib.contextmanager
-    def _traffic_with(self, near: GroupLike) -> Iterator[None]:
-        """Tell other hosts, which wait at the end, what goes wrong between the ranks of one."""
-        try:
-            yield
-        except BaseException as error:
-            if near is not self._group_like:
-                group, timeout = self._group_like, self._timeout
-                share_outcome(self._operation, error, group=group, timeout=timeout)
-            raise
 
 
 class main_first(_Ordered):  # noqa: N801  # used as a function, like contextlib's

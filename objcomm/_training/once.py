@@ -434,14 +434,9 @@ def _on_each_host(
     node = near_group(**options)
     firsts = frozenset(whole.ranks[whole.hosts.index(host)] for host in set(whole.hosts))
     region = Region(called, later=ranks - firsts, is_local=True)
-    try:
+    with near_traffic(operation, node, **options):
         call = Call(operation, name=name, group=node, timeout=timeout, has_root=True)
         result = _computed_in(call, region, produce)
-    except BaseException as error:
-        # What the first rank of a host raised, that rank alone tells the other hosts.
-        is_shared = isinstance(error, CollectiveError) and error.operation == called
-        share_outcome(operation, error.__cause__ if is_shared else error, **options)
-        raise
     share_outcome(operation, None, **options)
     return result, firsts
 
@@ -488,6 +483,27 @@ def _call_after(
     else:  # in which ranks may talk
         with failing_together(operation, **options):
             post()
+
+
+@contextlib.contextmanager
+def near_traffic(
+    operation: Operation, near: GroupLike, **options: Unpack[CallOptions]
+) -> Iterator[None]:
+    """Tell other hosts, which wait at the end, what goes wrong between the ranks of one.
+
+    Args:
+        operation: what the user has called.
+        near: those ranks; nobody else waits if it is the whole group.
+        options: of the call that this is part of.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # What the first rank of a host raised, that rank alone tells.
+        is_shared = isinstance(error, CollectiveError) and error.operation == operation.name.lower()
+        if near is not options["group"]:
+            share_outcome(operation, error.__cause__ if is_shared else error, **options)
+        raise
 
 
 @contextlib.contextmanager
