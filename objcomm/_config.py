@@ -88,6 +88,48 @@ class ShownOptions(Options, total=False):
     progress: bool
 
 
+class Sync(TypedDict, total=False):
+    """The keyword of a call that returns its result."""
+
+    async_op: Literal[False]
+
+
+class Async(TypedDict):
+    """The keyword of a call that returns a work."""
+
+    async_op: Literal[True]
+
+
+class MaybeAsync(TypedDict):
+    """The keyword of a call that returns a work or its result."""
+
+    async_op: bool
+
+
+class SyncOptions(Options, Sync):
+    """The keywords of a call that returns its result."""
+
+
+class AsyncOptions(Options, Async):
+    """The keywords of a call that returns a work."""
+
+
+class MaybeAsyncOptions(Options, MaybeAsync):
+    """The keywords of a call that returns a work or its result."""
+
+
+class ShownSyncOptions(ShownOptions, Sync):
+    """The keywords of a call that can show a bar and returns its result."""
+
+
+class ShownAsyncOptions(ShownOptions, Async):
+    """The keywords of a call that can show a bar and returns a work."""
+
+
+class ShownMaybeAsyncOptions(ShownOptions, MaybeAsync):
+    """The keywords of a call that can show a bar and returns a work or its result."""
+
+
 @functools.cache
 def physical_nbytes() -> int:
     """The machine's memory: no message can be larger."""

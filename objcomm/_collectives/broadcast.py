@@ -11,56 +11,49 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 from objcomm._algorithms import routes
 from objcomm._calls.call import Call
 from objcomm._calls.work import Work
-from objcomm._config import Allowed, DeviceLike, GroupLike, ShownOptions, Timeout
+from objcomm._config import (
+    Allowed,
+    DeviceLike,
+    GroupLike,
+    ShownAsyncOptions,
+    ShownMaybeAsyncOptions,
+    ShownSyncOptions,
+    Timeout,
+)
 from objcomm._wire.header import Operation, Status
 
 T = TypeVar("T")
 
 
+class SourceSync(ShownSyncOptions, total=False):
+    """The keywords of a call that has a source and returns its result."""
+
+    group_src: int | None
+
+
+class SourceAsync(ShownAsyncOptions, total=False):
+    """The keywords of a call that has a source and returns a work."""
+
+    group_src: int | None
+
+
+class SourceMaybeAsync(ShownMaybeAsyncOptions, total=False):
+    """The keywords of a call that has a source and returns a work or its result."""
+
+    group_src: int | None
+
+
+@overload
+def broadcast(obj: None, src: int | None = None, **options: Unpack[SourceSync]) -> Any: ...
+@overload
+def broadcast(obj: None, src: int | None = None, **options: Unpack[SourceAsync]) -> Work[Any]: ...
+@overload
+def broadcast(obj: T | None, src: int | None = None, **options: Unpack[SourceSync]) -> T: ...
+@overload
+def broadcast(obj: T | None, src: int | None = None, **options: Unpack[SourceAsync]) -> Work[T]: ...
 @overload
 def broadcast(
-    obj: None,
-    src: int | None = None,
-    *,
-    group_src: int | None = None,
-    async_op: Literal[False] = False,
-    **options: Unpack[ShownOptions],
-) -> Any: ...
-@overload
-def broadcast(
-    obj: None,
-    src: int | None = None,
-    *,
-    group_src: int | None = None,
-    async_op: Literal[True],
-    **options: Unpack[ShownOptions],
-) -> Work[Any]: ...
-@overload
-def broadcast(
-    obj: T | None,
-    src: int | None = None,
-    *,
-    group_src: int | None = None,
-    async_op: Literal[False] = False,
-    **options: Unpack[ShownOptions],
-) -> T: ...
-@overload
-def broadcast(
-    obj: T | None,
-    src: int | None = None,
-    *,
-    group_src: int | None = None,
-    async_op: Literal[True],
-    **options: Unpack[ShownOptions],
-) -> Work[T]: ...
-@overload
-def broadcast(
-    obj: T | None,
-    src: int | None = None,
-    *,
-    group_src: int | None = None,
-    async_op: bool,
-    **options: Unpack[ShownOptions],
+    obj: T | None, src: int | None = None, **options: Unpack[SourceMaybeAsync]
 ) -> T | Work[T]: ...
 def broadcast(
     obj: T | None,

@@ -6,13 +6,21 @@ it returns is the second, to be called at once or given to ``call.later``. Other
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar, Unpack, cast, overload
+from typing import Any, TypeVar, Unpack, cast, overload
 
 from objcomm._algorithms import routes
 from objcomm._algorithms.exchange import Exchange
 from objcomm._calls.call import Call
 from objcomm._calls.work import Work
-from objcomm._config import Allowed, DeviceLike, GroupLike, ShownOptions, Timeout
+from objcomm._config import (
+    Allowed,
+    DeviceLike,
+    GroupLike,
+    ShownAsyncOptions,
+    ShownMaybeAsyncOptions,
+    ShownSyncOptions,
+    Timeout,
+)
 from objcomm._wire.header import Operation
 from objcomm._wire.message import Message
 
@@ -21,32 +29,33 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
+class DestinationSync(ShownSyncOptions, total=False):
+    """The keywords of a call that has a destination and returns its result."""
+
+    group_dst: int | None
+
+
+class DestinationAsync(ShownAsyncOptions, total=False):
+    """The keywords of a call that has a destination and returns a work."""
+
+    group_dst: int | None
+
+
+class DestinationMaybeAsync(ShownMaybeAsyncOptions, total=False):
+    """The keywords of a call that has a destination and returns a work or its result."""
+
+    group_dst: int | None
+
+
+@overload
+def gather(obj: T, dst: int | None = None, **options: Unpack[DestinationSync]) -> list[T] | Any: ...
 @overload
 def gather(
-    obj: T,
-    dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    async_op: Literal[False] = False,
-    **options: Unpack[ShownOptions],
-) -> list[T] | Any: ...
-@overload
-def gather(
-    obj: T,
-    dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    async_op: Literal[True],
-    **options: Unpack[ShownOptions],
+    obj: T, dst: int | None = None, **options: Unpack[DestinationAsync]
 ) -> Work[list[T] | Any]: ...
 @overload
 def gather(
-    obj: T,
-    dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    async_op: bool,
-    **options: Unpack[ShownOptions],
+    obj: T, dst: int | None = None, **options: Unpack[DestinationMaybeAsync]
 ) -> list[T] | Work[list[T] | Any] | Any: ...
 def gather(
     obj: T,
@@ -129,26 +138,11 @@ def gather(
 
 
 @overload
-def all_gather(
-    obj: T,
-    *,
-    async_op: Literal[False] = False,
-    **options: Unpack[ShownOptions],
-) -> list[T]: ...
+def all_gather(obj: T, **options: Unpack[ShownSyncOptions]) -> list[T]: ...
 @overload
-def all_gather(
-    obj: T,
-    *,
-    async_op: Literal[True],
-    **options: Unpack[ShownOptions],
-) -> Work[list[T]]: ...
+def all_gather(obj: T, **options: Unpack[ShownAsyncOptions]) -> Work[list[T]]: ...
 @overload
-def all_gather(
-    obj: T,
-    *,
-    async_op: bool,
-    **options: Unpack[ShownOptions],
-) -> list[T] | Work[list[T]]: ...
+def all_gather(obj: T, **options: Unpack[ShownMaybeAsyncOptions]) -> list[T] | Work[list[T]]: ...
 def all_gather(
     obj: T,
     *,

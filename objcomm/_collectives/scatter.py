@@ -7,8 +7,23 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 from objcomm._algorithms import routes
 from objcomm._calls.call import Call
 from objcomm._calls.work import Work
-from objcomm._collectives.reduction.operators import NamedOperator, Op, Operator, operator_for
-from objcomm._config import Allowed, DeviceLike, GroupLike, Options, ShownOptions, Timeout
+from objcomm._collectives.broadcast import SourceAsync, SourceMaybeAsync, SourceSync
+from objcomm._collectives.reduction.operators import (
+    NamedOperator,
+    Op,
+    Operator,
+    OpLike,
+    operator_for,
+)
+from objcomm._config import (
+    Allowed,
+    AsyncOptions,
+    DeviceLike,
+    GroupLike,
+    MaybeAsyncOptions,
+    SyncOptions,
+    Timeout,
+)
 from objcomm._wire.header import Operation, Status
 from objcomm._wire.message import Message
 from objcomm.errors import UsageError
@@ -18,30 +33,15 @@ T = TypeVar("T")
 
 @overload
 def scatter(
-    objs: Iterable[T] | None,
-    src: int | None = None,
-    *,
-    group_src: int | None = None,
-    async_op: Literal[False] = False,
-    **options: Unpack[ShownOptions],
+    objs: Iterable[T] | None, src: int | None = None, **options: Unpack[SourceSync]
 ) -> T: ...
 @overload
 def scatter(
-    objs: Iterable[T] | None,
-    src: int | None = None,
-    *,
-    group_src: int | None = None,
-    async_op: Literal[True],
-    **options: Unpack[ShownOptions],
+    objs: Iterable[T] | None, src: int | None = None, **options: Unpack[SourceAsync]
 ) -> Work[T]: ...
 @overload
 def scatter(
-    objs: Iterable[T] | None,
-    src: int | None = None,
-    *,
-    group_src: int | None = None,
-    async_op: bool,
-    **options: Unpack[ShownOptions],
+    objs: Iterable[T] | None, src: int | None = None, **options: Unpack[SourceMaybeAsync]
 ) -> T | Work[T]: ...
 def scatter(
     objs: Iterable[T] | None,
@@ -148,16 +148,12 @@ def scatter_in(call: Call, produce: Callable[[], Iterable[T] | None]) -> Callabl
 
 
 @overload
-def all_to_all(
-    objs: Iterable[T], *, async_op: Literal[False] = False, **options: Unpack[Options]
-) -> list[T]: ...
+def all_to_all(objs: Iterable[T], **options: Unpack[SyncOptions]) -> list[T]: ...
+@overload
+def all_to_all(objs: Iterable[T], **options: Unpack[AsyncOptions]) -> Work[list[T]]: ...
 @overload
 def all_to_all(
-    objs: Iterable[T], *, async_op: Literal[True], **options: Unpack[Options]
-) -> Work[list[T]]: ...
-@overload
-def all_to_all(
-    objs: Iterable[T], *, async_op: bool, **options: Unpack[Options]
+    objs: Iterable[T], **options: Unpack[MaybeAsyncOptions]
 ) -> list[T] | Work[list[T]]: ...
 def all_to_all(
     objs: Iterable[T],
@@ -248,43 +244,23 @@ def _all_to_all(call: Call, objs: Iterable[T]) -> Callable[[], list[T]]:
 
 @overload
 def reduce_scatter(
-    objs: Iterable[int],
-    op: Literal["mean"],
-    *,
-    async_op: Literal[False] = False,
-    **options: Unpack[Options],
+    objs: Iterable[int], op: Literal["mean"], **options: Unpack[SyncOptions]
 ) -> float: ...
 @overload
 def reduce_scatter(
-    objs: Iterable[int],
-    op: Literal["mean"],
-    *,
-    async_op: Literal[True],
-    **options: Unpack[Options],
+    objs: Iterable[int], op: Literal["mean"], **options: Unpack[AsyncOptions]
 ) -> Work[float]: ...
 @overload
 def reduce_scatter(
-    objs: Iterable[T],
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
-    *,
-    async_op: Literal[False] = False,
-    **options: Unpack[Options],
+    objs: Iterable[T], op: OpLike[T] = "sum", **options: Unpack[SyncOptions]
 ) -> T: ...
 @overload
 def reduce_scatter(
-    objs: Iterable[T],
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
-    *,
-    async_op: Literal[True],
-    **options: Unpack[Options],
+    objs: Iterable[T], op: OpLike[T] = "sum", **options: Unpack[AsyncOptions]
 ) -> Work[T]: ...
 @overload
 def reduce_scatter(
-    objs: Iterable[T],
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
-    *,
-    async_op: bool,
-    **options: Unpack[Options],
+    objs: Iterable[T], op: OpLike[T] = "sum", **options: Unpack[MaybeAsyncOptions]
 ) -> T | Work[T]: ...
 def reduce_scatter(
     objs: Iterable[T],

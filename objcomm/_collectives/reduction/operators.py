@@ -102,6 +102,10 @@ class Op(Generic[T]):
             object.__setattr__(self, name, value)
 
 
+#: What ``op=`` takes.
+OpLike: TypeAlias = Callable[[T, T], T] | Op[T] | NamedOperator
+
+
 @dataclass(frozen=True, slots=True)
 class Operator:
     """How objects are reduced.

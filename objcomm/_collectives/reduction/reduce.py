@@ -26,9 +26,19 @@ from objcomm._collectives.reduction.operators import (
     NamedOperator,
     Op,
     Operator,
+    OpLike,
     operator_for,
 )
-from objcomm._config import Allowed, DeviceLike, GroupLike, Options, Timeout
+from objcomm._config import (
+    Allowed,
+    Async,
+    DeviceLike,
+    GroupLike,
+    MaybeAsync,
+    Options,
+    Sync,
+    Timeout,
+)
 from objcomm._wire.header import Operation, Status
 from objcomm._wire.message import Message
 
@@ -202,95 +212,74 @@ class ReductionOptions(Options, total=False):
     missing: Missing
 
 
+class ReductionSync(ReductionOptions, Sync):
+    """The same of a call that returns its result."""
+
+
+class ReductionAsync(ReductionOptions, Async):
+    """The same of a call that returns a work."""
+
+
+class ReductionMaybeAsync(ReductionOptions, MaybeAsync):
+    """The same of a call that returns a work or its result."""
+
+
+class ReduceSync(ReductionSync, total=False):
+    """The same where one rank gets the result."""
+
+    group_dst: int | None
+
+
+class ReduceAsync(ReductionAsync, total=False):
+    """The same where one rank gets a work's result."""
+
+    group_dst: int | None
+
+
+class ReduceMaybeAsync(ReductionMaybeAsync, total=False):
+    """The same where one rank gets a work's result."""
+
+    group_dst: int | None
+
+
 @overload
 def reduce(
-    obj: int,
-    op: Literal["mean"],
-    dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    async_op: Literal[False] = False,
-    **options: Unpack[ReductionOptions],
+    obj: int, op: Literal["mean"], dst: int | None = None, **options: Unpack[ReduceSync]
 ) -> float | Any: ...
 @overload
 def reduce(
-    obj: int,
-    op: Literal["mean"],
-    dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    async_op: Literal[True],
-    **options: Unpack[ReductionOptions],
+    obj: int, op: Literal["mean"], dst: int | None = None, **options: Unpack[ReduceAsync]
 ) -> Work[float | Any]: ...
 @overload
 def reduce(
-    obj: Any,
-    op: Literal["argmin", "argmax"],
-    dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    async_op: Literal[False] = False,
-    **options: Unpack[ReductionOptions],
+    obj: Any, op: Literal["argmin", "argmax"], dst: int | None = None, **options: Unpack[ReduceSync]
 ) -> Extreme | Any: ...
 @overload
 def reduce(
     obj: Any,
     op: Literal["argmin", "argmax"],
     dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    async_op: Literal[True],
-    **options: Unpack[ReductionOptions],
+    **options: Unpack[ReduceAsync],
 ) -> Work[Extreme | Any]: ...
 @overload
 def reduce(
-    obj: Any,
-    op: Literal["counter"],
-    dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    async_op: Literal[False] = False,
-    **options: Unpack[ReductionOptions],
+    obj: Any, op: Literal["counter"], dst: int | None = None, **options: Unpack[ReduceSync]
 ) -> collections.Counter[Any] | Any: ...
 @overload
 def reduce(
-    obj: Any,
-    op: Literal["counter"],
-    dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    async_op: Literal[True],
-    **options: Unpack[ReductionOptions],
+    obj: Any, op: Literal["counter"], dst: int | None = None, **options: Unpack[ReduceAsync]
 ) -> Work[collections.Counter[Any] | Any]: ...
 @overload
 def reduce(
-    obj: T,
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
-    dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    async_op: Literal[False] = False,
-    **options: Unpack[ReductionOptions],
+    obj: T, op: OpLike[T] = "sum", dst: int | None = None, **options: Unpack[ReduceSync]
 ) -> T | Any: ...
 @overload
 def reduce(
-    obj: T,
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
-    dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    async_op: Literal[True],
-    **options: Unpack[ReductionOptions],
+    obj: T, op: OpLike[T] = "sum", dst: int | None = None, **options: Unpack[ReduceAsync]
 ) -> Work[T | Any]: ...
 @overload
 def reduce(
-    obj: T,
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
-    dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    async_op: bool,
-    **options: Unpack[ReductionOptions],
+    obj: T, op: OpLike[T] = "sum", dst: int | None = None, **options: Unpack[ReduceMaybeAsync]
 ) -> T | Work[T | Any] | Any: ...
 def reduce(
     obj: T,
@@ -390,76 +379,32 @@ def reduce(
 
 
 @overload
-def all_reduce(
-    obj: int,
-    op: Literal["mean"],
-    *,
-    async_op: Literal[False] = False,
-    **options: Unpack[ReductionOptions],
-) -> float: ...
+def all_reduce(obj: int, op: Literal["mean"], **options: Unpack[ReductionSync]) -> float: ...
+@overload
+def all_reduce(obj: int, op: Literal["mean"], **options: Unpack[ReductionAsync]) -> Work[float]: ...
 @overload
 def all_reduce(
-    obj: int,
-    op: Literal["mean"],
-    *,
-    async_op: Literal[True],
-    **options: Unpack[ReductionOptions],
-) -> Work[float]: ...
-@overload
-def all_reduce(
-    obj: Any,
-    op: Literal["argmin", "argmax"],
-    *,
-    async_op: Literal[False] = False,
-    **options: Unpack[ReductionOptions],
+    obj: Any, op: Literal["argmin", "argmax"], **options: Unpack[ReductionSync]
 ) -> Extreme: ...
 @overload
 def all_reduce(
-    obj: Any,
-    op: Literal["argmin", "argmax"],
-    *,
-    async_op: Literal[True],
-    **options: Unpack[ReductionOptions],
+    obj: Any, op: Literal["argmin", "argmax"], **options: Unpack[ReductionAsync]
 ) -> Work[Extreme]: ...
 @overload
 def all_reduce(
-    obj: Any,
-    op: Literal["counter"],
-    *,
-    async_op: Literal[False] = False,
-    **options: Unpack[ReductionOptions],
+    obj: Any, op: Literal["counter"], **options: Unpack[ReductionSync]
 ) -> collections.Counter[Any]: ...
 @overload
 def all_reduce(
-    obj: Any,
-    op: Literal["counter"],
-    *,
-    async_op: Literal[True],
-    **options: Unpack[ReductionOptions],
+    obj: Any, op: Literal["counter"], **options: Unpack[ReductionAsync]
 ) -> Work[collections.Counter[Any]]: ...
 @overload
-def all_reduce(
-    obj: T,
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
-    *,
-    async_op: Literal[False] = False,
-    **options: Unpack[ReductionOptions],
-) -> T: ...
+def all_reduce(obj: T, op: OpLike[T] = "sum", **options: Unpack[ReductionSync]) -> T: ...
+@overload
+def all_reduce(obj: T, op: OpLike[T] = "sum", **options: Unpack[ReductionAsync]) -> Work[T]: ...
 @overload
 def all_reduce(
-    obj: T,
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
-    *,
-    async_op: Literal[True],
-    **options: Unpack[ReductionOptions],
-) -> Work[T]: ...
-@overload
-def all_reduce(
-    obj: T,
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
-    *,
-    async_op: bool,
-    **options: Unpack[ReductionOptions],
+    obj: T, op: OpLike[T] = "sum", **options: Unpack[ReductionMaybeAsync]
 ) -> T | Work[T]: ...
 def all_reduce(
     obj: T,

@@ -16,8 +16,22 @@ from objcomm._algorithms import routes, topology
 from objcomm._algorithms.exchange import Exchange
 from objcomm._calls.call import Call
 from objcomm._calls.work import Work
-from objcomm._collectives.reduction.operators import NamedOperator, Op, Operator, operator_for
-from objcomm._config import Allowed, DeviceLike, GroupLike, Options, Timeout
+from objcomm._collectives.reduction.operators import (
+    NamedOperator,
+    Op,
+    Operator,
+    OpLike,
+    operator_for,
+)
+from objcomm._config import (
+    Allowed,
+    AsyncOptions,
+    DeviceLike,
+    GroupLike,
+    MaybeAsyncOptions,
+    SyncOptions,
+    Timeout,
+)
 from objcomm._wire.header import Operation, Status
 from objcomm._wire.message import Message
 
@@ -29,45 +43,15 @@ _SMALL_NBYTES = 1 << 20
 
 
 @overload
-def scan(
-    obj: int,
-    op: Literal["mean"],
-    *,
-    async_op: Literal[False] = False,
-    **options: Unpack[Options],
-) -> float: ...
+def scan(obj: int, op: Literal["mean"], **options: Unpack[SyncOptions]) -> float: ...
 @overload
-def scan(
-    obj: int,
-    op: Literal["mean"],
-    *,
-    async_op: Literal[True],
-    **options: Unpack[Options],
-) -> Work[float]: ...
+def scan(obj: int, op: Literal["mean"], **options: Unpack[AsyncOptions]) -> Work[float]: ...
 @overload
-def scan(
-    obj: T,
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
-    *,
-    async_op: Literal[False] = False,
-    **options: Unpack[Options],
-) -> T: ...
+def scan(obj: T, op: OpLike[T] = "sum", **options: Unpack[SyncOptions]) -> T: ...
 @overload
-def scan(
-    obj: T,
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
-    *,
-    async_op: Literal[True],
-    **options: Unpack[Options],
-) -> Work[T]: ...
+def scan(obj: T, op: OpLike[T] = "sum", **options: Unpack[AsyncOptions]) -> Work[T]: ...
 @overload
-def scan(
-    obj: T,
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
-    *,
-    async_op: bool,
-    **options: Unpack[Options],
-) -> T | Work[T]: ...
+def scan(obj: T, op: OpLike[T] = "sum", **options: Unpack[MaybeAsyncOptions]) -> T | Work[T]: ...
 def scan(
     obj: T,
     op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
@@ -141,44 +125,18 @@ def scan(
 
 
 @overload
-def exscan(
-    obj: int,
-    op: Literal["mean"],
-    *,
-    async_op: Literal[False] = False,
-    **options: Unpack[Options],
-) -> float | None: ...
+def exscan(obj: int, op: Literal["mean"], **options: Unpack[SyncOptions]) -> float | None: ...
 @overload
 def exscan(
-    obj: int,
-    op: Literal["mean"],
-    *,
-    async_op: Literal[True],
-    **options: Unpack[Options],
+    obj: int, op: Literal["mean"], **options: Unpack[AsyncOptions]
 ) -> Work[float | None]: ...
 @overload
-def exscan(
-    obj: T,
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
-    *,
-    async_op: Literal[False] = False,
-    **options: Unpack[Options],
-) -> T | None: ...
+def exscan(obj: T, op: OpLike[T] = "sum", **options: Unpack[SyncOptions]) -> T | None: ...
+@overload
+def exscan(obj: T, op: OpLike[T] = "sum", **options: Unpack[AsyncOptions]) -> Work[T | None]: ...
 @overload
 def exscan(
-    obj: T,
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
-    *,
-    async_op: Literal[True],
-    **options: Unpack[Options],
-) -> Work[T | None]: ...
-@overload
-def exscan(
-    obj: T,
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
-    *,
-    async_op: bool,
-    **options: Unpack[Options],
+    obj: T, op: OpLike[T] = "sum", **options: Unpack[MaybeAsyncOptions]
 ) -> T | Work[T | None] | None: ...
 def exscan(
     obj: T,
