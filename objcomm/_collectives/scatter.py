@@ -358,12 +358,11 @@ def _reduce_scatter(call: Call, operator: Operator, objs: Iterable[T]) -> Callab
 
 def _folded(call: Call, operator: Operator, arrived: Sequence[Message], own: Any) -> Any:
     """This rank's operands combined; an error becomes this rank's failure."""
+    operands = (
+        own if peer == call.rank else call.decode(message) for peer, message in enumerate(arrived)
+    )
     try:
-        combined: Any = None
-        for peer, message in enumerate(arrived):
-            obj = own if peer == call.rank else call.decode(message)
-            combined = operator.combine(combined, obj) if peer else obj
-        return operator.present(operator.finish(combined, call.size))
+        return operator.present(operator.fold(operands, call.size))
     except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
         call.failure(error)
         return None

@@ -23,7 +23,7 @@ from objcomm._calls.call import Call
 from objcomm._codecs.buffers import COPIED_MAX_NBYTES
 from objcomm._codecs.tensors import dtype_name, is_plain_tensor
 from objcomm._collectives.gather import answered
-from objcomm._collectives.reduction import elementwise
+from objcomm._collectives.reduction import operators
 from objcomm._wire.failure_message import DifferenceError
 from objcomm._wire.message import Message
 from objcomm.errors import UsageError
@@ -219,7 +219,7 @@ def _kind(rule: Rule, name: str, at: int, like: torch.Tensor) -> TensorGroup:
     where = "" if device_type == "cpu" else f" on {device_type}"
     text = f"{dtype} of shape {tuple(like.shape)}{where}, {rule.value}"
     is_fraction = like.is_floating_point() or like.is_complex()
-    kept = rule if is_fraction and like.dtype in elementwise.DTYPES else Rule.SHARE
+    kept = rule if is_fraction and like.dtype in operators.DTYPES else Rule.SHARE
     return TensorGroup(text, kept, f"{kept.name} {dtype} {device_type}", device_type, like.nbytes)
 
 
@@ -494,6 +494,6 @@ def _part(exchange: Exchange, rule: Rule, flat: torch.Tensor) -> Part:
 
 def _averaging(rule: Rule, dtype: torch.dtype) -> Combine:
     if rule is Rule.GRADIENTS:
-        return elementwise.average
-    wide = elementwise.wide_dtype("mean", dtype, None)
-    return lambda operands, into: elementwise.combine("mean", operands, into, wide)
+        return operators.average_tensors
+    wide = operators.wide_dtype("mean", dtype, None)
+    return lambda operands, into: operators.combine_tensors("mean", operands, into, wide)

@@ -134,14 +134,14 @@ def answer(raw: bytes) -> None:
     )
     found = received(plain, place)
     whole = structure if found.structure is None else found.structure
-    descriptions = [each for _, each in structures.leaves_of(whole)]
+    leaves = list(structures.walk(whole, OPERAND))
     following, nbytes = dict(found.following), 0
-    for at, own in enumerate(structures.aligned(whole, OPERAND)):
-        about = tensors_of(descriptions[at])
+    for at, (_, description, own) in enumerate(leaves):
+        about = tensors_of(description)
         if own is structures.ABSENT and about is not None and at in following:
             nbytes += room_for(about, "sum", "meta")[1].nbytes
     assert nbytes <= LIMIT_NBYTES, f"{nbytes} bytes were allocated"
-    structures.rebuild(whole, OPERAND, [None] * len(descriptions))
+    structures.rebuild(whole, OPERAND, [None] * len(leaves))
 
 
 def operands(raw: bytes) -> None:

@@ -12,7 +12,7 @@ import torch
 import objcomm
 from objcomm import CollectiveError, DesyncError, TransportError, UsageError
 from objcomm._collectives.gather import answered
-from objcomm._collectives.reduction import elementwise, leafwise
+from objcomm._collectives.reduction import leafwise, operators
 from tests.cases import case
 from tests.group.containers import LARGE, Loss, Stats
 from tests.group.helpers import assert_group_works, exit_at_once
@@ -183,8 +183,8 @@ def test_a_rank_that_dies_in_the_middle_is_named() -> None:
     at = {2: 1, 3: 0, 4: 3}[objcomm.world_size()]
     tensor = torch.ones(24 << 20, dtype=torch.uint8).view(torch.float32)
     if here().rank == 1:
-        dies = _Dies(at, elementwise.combine)
-        elementwise.combine = dies  # type: ignore[assignment]  # as a crash would come
+        dies = _Dies(at, operators.combine_tensors)
+        operators.combine_tensors = dies  # type: ignore[assignment]  # as a crash would come
         objcomm.all_reduce({"w": tensor})
     with pytest.raises(TransportError) as caught:
         objcomm.all_reduce({"w": tensor})

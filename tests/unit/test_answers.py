@@ -181,4 +181,5 @@ def test_an_answer_whose_device_is_no_text_is_refused(linked: Any) -> None:
 )
 def test_a_key_of_a_strangers_is_shown_short(key: Any, text: str) -> None:
     node = ("mapping", "dict", (key,), ((0, "number"),))
-    assert list(structures.leaves_of(node)) == [(f"obj{text}", "number")]
+    ((path, description, _),) = structures.walk(node)
+    assert (structures.text_of(path), description) == (f"obj{text}", "number")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from objcomm._algorithms import tensor_reduction
 from objcomm._algorithms.parts import Part, Piece, batches
-from objcomm._collectives.reduction import elementwise
+from objcomm._collectives.reduction import operators
 from objcomm._transport.link import result_tag
 from objcomm._transport.share import Share
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, new_lane, on_every_rank
@@ -227,7 +227,7 @@ def test_nothing_travels_for_nothing() -> None:
     assert link.sent == []
 
 
-@pytest.mark.parametrize("dtype", sorted(elementwise.DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("dtype", sorted(operators.DTYPES, key=str), ids=str)
 @pytest.mark.parametrize("op", ["sum", "prod", "mean", "any", "all", "min", "max"])
 def test_pieces_give_what_the_whole_gives(op: str, dtype: torch.dtype) -> None:
     if dtype.is_complex and op in ("min", "max"):
@@ -236,13 +236,13 @@ def test_pieces_give_what_the_whole_gives(op: str, dtype: torch.dtype) -> None:
     operands = [
         torch.randint(0, 3, (70_000,), generator=generator)
         .to(dtype)
-        .to(elementwise.operand_dtype(op, dtype))
+        .to(operators.operand_dtype(op, dtype))
         for _ in range(3)
     ]
     kept = [each.clone() for each in operands]
-    wide = elementwise.wide_dtype(op, dtype, None)
-    into = torch.empty(70_000, dtype=elementwise.result_dtype(op, dtype))
-    elementwise.combine(op, operands, into, wide)
+    wide = operators.wide_dtype(op, dtype, None)
+    into = torch.empty(70_000, dtype=operators.result_dtype(op, dtype))
+    operators.combine_tensors(op, operands, into, wide)
     model: dict[str, Any] = {
         "sum": torch.add,
         "mean": torch.add,
@@ -260,11 +260,11 @@ def test_pieces_give_what_the_whole_gives(op: str, dtype: torch.dtype) -> None:
 
 
 def test_dtypes_of_results_and_sums() -> None:
-    assert elementwise.result_dtype("mean", torch.int8) is torch.float64
-    assert elementwise.result_dtype("mean", torch.float16) is torch.float16
-    assert elementwise.result_dtype("any", torch.float32) is torch.bool
-    assert elementwise.wide_dtype("sum", torch.bfloat16, None) is torch.float32
-    assert elementwise.wide_dtype("sum", torch.float64, torch.float32) is torch.float64
-    assert elementwise.wide_dtype("sum", torch.int32, torch.float64) is torch.int32
-    assert elementwise.wide_dtype("mean", torch.float32, torch.float32) is torch.float32
-    assert elementwise.wide_dtype("max", torch.float16, None) is torch.float16
+    assert operators.result_dtype("mean", torch.int8) is torch.float64
+    assert operators.result_dtype("mean", torch.float16) is torch.float16
+    assert operators.result_dtype("any", torch.float32) is torch.bool
+    assert operators.wide_dtype("sum", torch.bfloat16, None) is torch.float32
+    assert operators.wide_dtype("sum", torch.float64, torch.float32) is torch.float64
+    assert operators.wide_dtype("sum", torch.int32, torch.float64) is torch.int32
+    assert operators.wide_dtype("mean", torch.float32, torch.float32) is torch.float32
+    assert operators.wide_dtype("max", torch.float16, None) is torch.float16

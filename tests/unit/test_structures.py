@@ -41,6 +41,10 @@ def structure_of(obj: Any) -> Any:
     return structures.describe(obj, SUM, 0)[0]
 
 
+def aligned(node: Any, own: Any) -> list[Any]:
+    return [leaf for _, _, leaf in structures.walk(node, own)]
+
+
 OBJECTS: list[Any] = [
     3,
     {"a": [1, (2.5, {"b": Point(1, [])})], 7: Slotted(1, {"c": 2})},
@@ -60,7 +64,7 @@ def test_an_object_is_rebuilt_from_its_leaves(obj: Any) -> None:
     rebuilt = structures.rebuild(structure, obj, leaves)
     assert_same(rebuilt, obj)
     assert rebuilt is not obj or not isinstance(obj, (dict, list))
-    assert_same(structures.aligned(structure, obj), leaves)
+    assert_same(aligned(structure, obj), leaves)
 
 
 @pytest.mark.parametrize("obj", OBJECTS, ids=repr)
@@ -76,7 +80,7 @@ def test_a_structure_is_plain_data(obj: Any) -> None:
 
 def test_paths_are_those_that_a_person_would_write() -> None:
     obj = {"val": [1, Point(Slotted(1, [2.0]), 3)], ("k", 1): 4}
-    paths = [path for path, _ in structures.leaves_of(structure_of(obj))]
+    paths = [structures.text_of(path) for path, _, _ in structures.walk(structure_of(obj))]
     assert paths == [
         "obj['val'][0]",
         "obj['val'][1].x.a",
@@ -99,8 +103,8 @@ def test_merging_with_gaps_knows_who_has_what() -> None:
     merged, leaves = structures.merge(described, may_lack=True)
     assert merged[2] == ("a", "b")
     assert [leaf.places for leaf in leaves] == [{0: 0, 1: 2}, {1: 0}, {1: 1}]
-    assert structures.aligned(merged, objs[0]) == [1, ABSENT, ABSENT]
-    assert structures.aligned(merged, objs[1]) == [4, 2, 3]
+    assert aligned(merged, objs[0]) == [1, ABSENT, ABSENT]
+    assert aligned(merged, objs[1]) == [4, 2, 3]
     for each in objs:
         assert structures.rebuild(merged, each, [7, 8, 9]) == {"a": 7, "b": {"c": [8, 9]}}
 

@@ -20,7 +20,7 @@ from objcomm._algorithms import routes, topology
 from objcomm._algorithms.exchange import Exchange
 from objcomm._calls.call import Call
 from objcomm._calls.work import Work
-from objcomm._collectives.reduction.leafwise import Leafwise, TreeReduction, alone, options_for
+from objcomm._collectives.reduction.leafwise import TreeReduction, alone
 from objcomm._collectives.reduction.operators import (
     Extreme,
     NamedOperator,
@@ -43,51 +43,61 @@ from objcomm._wire.header import Operation, Status
 from objcomm._wire.message import Message
 
 
-class _Accumulator:
-    """Operands of consecutive ranks, combined as they come, or the failures among them."""
+class Operand:
+    """This rank's operand, prepared and encoded.
 
-    def __init__(self, call: Call, operator: Operator, mine: Message, operand: Any) -> None:
-        """Begin.
+    Attributes:
+        obj: as the operator prepared it.
+        copy: another one where this rank combines it, else None: an operator may change what it
+            gets, and the caller, while the call is in flight, what was passed in.
+        message: that carries it, or tells why there is none.
+    """
 
-        Args:
-            call: whose.
-            operator: combines.
-            mine: the message that stands for this rank's operand.
-            operand: a copy of it, which the operator may change.
-        """
+    def __init__(
+        self, call: Call, operator: Operator, obj: Any, *, is_combined: bool = True
+    ) -> None:
+        self.obj: Any = None
+        self.copy: Any = None
+
+        def prepared(obj: Any) -> Any:
+            self.obj = operator.prepare(obj, call.rank)
+            if is_combined:
+                self.copy = call.copy(self.obj)
+            return self.obj
+
+        self.message = call.message(obj, prepared)
+
+
+class Accumulator:
+    """Operands of consecutive ranks, combined as they come, or the failures among them.
+
+    Attributes:
+        obj: what has been combined so far.
+        failed: the messages that tell of failures; once there is one, nothing more is combined.
+    """
+
+    def __init__(self, call: Call, mine: Message, operand: Any) -> None:
+        self.obj = operand
+        self.failed = [mine] if mine.header.status == Status.FAILURE else []
         self._call = call
-        self._operator = operator
-        self._mine = mine
-        self._operand = operand
-        self._failed: list[Message] = []
-        self._combined: Any = None
-        self._is_empty = True
+        self._message: Message | None = mine
 
-    def add(self, message: Message) -> None:
-        """Combine with the next higher rank's operand; an error becomes this rank's failure."""
+    def take(self, message: Message, combine: Callable[[Any], Any]) -> None:
+        """Combine with what arrived; an error becomes this rank's failure."""
         if message.header.status == Status.FAILURE:
-            self._failed.append(message)
-        if self._failed:
-            return
-        try:
-            obj = self._operand if message is self._mine else self._call.decode(message)
-            self._combined = obj if self._is_empty else self._operator.combine(self._combined, obj)
-            self._is_empty = False
-        except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
-            self._failed.append(self._call.failure(error))
-
-    def partial(self) -> Message:
-        """What has been combined so far."""
-        return self._call.failures(self._failed) or self._call.message(self._combined)
-
-    def result(self) -> tuple[Message, Any]:
-        """The end of the reduction: as a message for other ranks, and as the object itself."""
-        if not self._failed:
+            self.failed.append(message)
+        if not self.failed:
             try:
-                self._combined = self._operator.finish(self._combined, self._call.size)
-            except BaseException as error:  # noqa: BLE001  # likewise
-                self._failed.append(self._call.failure(error))
-        return self.partial(), self._combined
+                self.obj = combine(self._call.decode(message))
+            except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
+                self.failed.append(self._call.failure(error))
+        self._message = None
+
+    def message(self) -> Message:
+        """What has been combined so far, for another rank."""
+        if self._message is None:
+            self._message = self._call.failures(self.failed) or self._call.message(self.obj)
+        return self._message
 
 
 class Folding:
@@ -96,89 +106,56 @@ class Folding:
     def __init__(self, call: Call, operator: Operator, obj: Any) -> None:
         self._call = call
         self._operator = operator
-        self._operand: Any = None
-        self._mine = call.message(obj, self._prepare)
-        if self._combines() and self._mine.header.status != Status.FAILURE:
-            self._take_copy()
-        self._computed: tuple[Message, Any] | None = None
+        _, children = topology.in_order(call.rank, self._top(call.root), call.exchange.hosts)
+        is_combined = call.is_root or bool(children)
+        self._mine = Operand(call, operator, obj, is_combined=is_combined)
+        self._computed: Message | None = None
+        self._result: Any = None
 
     def run(self, exchange: Exchange, root: int | None) -> Message | None:
         """The traffic: all operands into one message, on ``root`` or, if it is None, everywhere."""
-        return self._onto_all(exchange) if root is None else self._onto(exchange, root)
-
-    def _onto(self, exchange: Exchange, root: int) -> Message | None:
-        if self._may_be_folded(exchange):
-            heads = routes.gather_heads(exchange, self._mine, root)
+        hub = routes.HUB if root is None else root
+        if exchange.size <= topology.STAR_MAX_SIZE and not self._operator.is_slow:
+            heads = routes.gather_heads(exchange, self._mine.message, hub)
             folded = self._fold_if_small(heads)
-            status = Status.TREE if folded is None else Status.VALUE
-            answer = None if heads is None else self._call.announcement(status)
-            if routes.broadcast(exchange, answer, root).header.status != Status.TREE:
-                return folded
-        top = self._top(root)
+            answer = folded if root is None else None
+            if answer is None:
+                status = Status.TREE if folded is None else Status.VALUE
+                answer = self._call.announcement(status)
+            answer = routes.broadcast(exchange, answer, hub)
+            if answer.header.status != Status.TREE:
+                return answer if root is None else folded
+        top = self._top(hub)
         combined = self._along_tree(exchange, top)
+        if root is None:
+            return routes.broadcast(exchange, combined, top)
         if root == top:
             return combined
         if combined is not None:
             routes.send(exchange, combined, root)
         return routes.recv(exchange, top) if exchange.rank == root else None
 
-    def _onto_all(self, exchange: Exchange) -> Message:
-        if self._may_be_folded(exchange):
-            heads = routes.gather_heads(exchange, self._mine, routes.HUB)
-            folded = self._fold_if_small(heads)
-            answer = folded or self._call.announcement(Status.TREE)
-            message = routes.broadcast(exchange, answer, routes.HUB)
-            if message.header.status != Status.TREE:
-                return message
-        combined = self._along_tree(exchange, routes.HUB)
-        return routes.broadcast(exchange, combined, routes.HUB)
-
     def value(self, message: Message | None) -> Any:
         """The result; where it was computed, the very object that was sent."""
         self._call.raise_failures(() if message is None else [message])
         if message is None:
             return None
-        if self._computed is not None and message is self._computed[0]:
-            return self._operator.present(self._computed[1])
-        return self._operator.present(self._call.decode(message))
-
-    def _prepare(self, obj: Any) -> Any:
-        self._operand = self._operator.prepare(obj, self._call.rank)
-        return self._operand
-
-    def _combines(self) -> bool:
-        """Whether this rank is one that combines its own operand with others."""
-        call = self._call
-        top = self._top(call.root)
-        return call.is_root or bool(topology.in_order(call.rank, top, call.exchange.hosts)[1])
-
-    def _take_copy(self) -> None:
-        """Keep the operand as it is now.
-
-        An operator may change what it gets, and the caller, while the call is in flight, what it
-        passed in.
-        """
-        try:
-            self._operand = self._call.copy(self._operand)
-        except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
-            self._mine = self._call.failure(error)
+        is_own = message is self._computed
+        return self._operator.present(self._result if is_own else self._call.decode(message))
 
     def _top(self, root: int) -> int:
         """Where the tree ends: a commutative operator lets ranks count from ``root`` on."""
         return root if self._operator.is_commutative else routes.HUB
 
-    def _may_be_folded(self, exchange: Exchange) -> bool:
-        return exchange.size <= topology.STAR_MAX_SIZE and not self._operator.is_slow
-
     def _fold_if_small(self, heads: list[Message] | None) -> Message | None:
         """Fold on this rank, if it has all operands and all came with their first messages."""
         if heads is None or not all(head.is_all_head for head in heads):
             return None
-        accumulator = _Accumulator(self._call, self._operator, self._mine, self._operand)
-        for head in heads:
-            accumulator.add(head)
-        self._computed = accumulator.result()
-        return self._computed[0]
+        mine = self._mine
+        operands = (
+            mine.copy if head is mine.message else self._call.decode(head) for head in heads
+        )
+        return self._finished(heads, lambda: self._operator.fold(operands, self._call.size))
 
     def _along_tree(self, exchange: Exchange, top: int) -> Message | None:
         """Up to ``top``: a rank combines its operand with those below it, and sends what that is.
@@ -186,18 +163,25 @@ class Folding:
         Ranks count from ``top`` on, so another one than the first changes the operands' order.
         """
         parent, children = topology.in_order(exchange.rank, top, exchange.hosts)
-        if not children and parent is not None:
-            routes.send(exchange, self._mine, parent)
-            return None
-        accumulator = _Accumulator(self._call, self._operator, self._mine, self._operand)
-        accumulator.add(self._mine)
+        below = Accumulator(self._call, self._mine.message, self._mine.copy)
         for child in children:
-            accumulator.add(routes.recv(exchange, child))
+            message = routes.recv(exchange, child)
+            below.take(message, lambda theirs: self._operator.combine(below.obj, theirs))
         if parent is not None:
-            routes.send(exchange, accumulator.partial(), parent)
+            routes.send(exchange, below.message(), parent)
             return None
-        self._computed = accumulator.result()
-        return self._computed[0]
+        finish = self._operator.finish
+        return self._finished(below.failed, lambda: finish(below.obj, self._call.size))
+
+    def _finished(self, operands: list[Message], finish: Callable[[], Any]) -> Message:
+        """The result as a message, or the failures among the operands."""
+
+        def made(_: None) -> Any:
+            self._result = finish()
+            return self._result
+
+        self._computed = self._call.failures(operands) or self._call.message(None, made)
+        return self._computed
 
 
 T = TypeVar("T")
@@ -355,8 +339,7 @@ def reduce(
         >>> objcomm.reduce({"seen": {3}}, lambda a, b: {"seen": a["seen"] | b["seen"]})
         {'seen': {3}}
     """
-    operator = operator_for(op, "reduce")
-    leafwise = options_for(operator, dtype, missing, "reduce")
+    operator = operator_for(op, "reduce", dtype, missing)
     with Call(
         Operation.REDUCE,
         name=name,
@@ -368,13 +351,13 @@ def reduce(
         group_root=group_dst,
         root_argument="dst",
         has_root=True,
-        must_agree=operator.name + leafwise.text,
+        must_agree=operator.agreement,
         confirm=confirm,
         accept=accept,
         allow=allow,
         async_op=async_op,
     ) as call:
-        rest = _reduced(call, operator, obj, leafwise, call.root)
+        rest = _reduced(call, operator, obj, call.root)
         return call.later(rest) if async_op else rest()
 
 
@@ -462,8 +445,7 @@ def all_reduce(
         >>> objcomm.all_reduce(2**70, "max") == 2**70
         True
     """
-    operator = operator_for(op, "all_reduce")
-    leafwise = options_for(operator, dtype, missing, "all_reduce")
+    operator = operator_for(op, "all_reduce", dtype, missing)
     with Call(
         Operation.ALL_REDUCE,
         name=name,
@@ -471,27 +453,24 @@ def all_reduce(
         timeout=timeout,
         codec=codec,
         device=device,
-        must_agree=operator.name + leafwise.text,
+        must_agree=operator.agreement,
         confirm=confirm,
         accept=accept,
         allow=allow,
         async_op=async_op,
     ) as call:
-        rest = _reduced(call, operator, obj, leafwise, None)
+        rest = _reduced(call, operator, obj, None)
         return call.later(rest) if async_op else rest()
 
 
-def _reduced(
-    call: Call, operator: Operator, obj: Any, leafwise: Leafwise, root: int | None
-) -> Callable[[], Any]:
+def _reduced(call: Call, operator: Operator, obj: Any, root: int | None) -> Callable[[], Any]:
     """Both reductions: onto ``root``, or onto every rank if it is None."""
+    is_leafwise = operator.elementwise is not None
     if call.is_alone:
-        return functools.partial(call.alone, lambda: _alone(operator, obj, leafwise))
-    reduction: Any  # the two have the same methods
-    if operator.is_leafwise:
-        reduction = TreeReduction(call, operator, obj, leafwise)
-    else:
-        reduction = Folding(call, operator, obj)
+        reduced = functools.partial(alone, operator) if is_leafwise else operator.alone
+        return functools.partial(call.alone, lambda: reduced(obj))
+    # The two have the same methods.
+    reduction: Any = (TreeReduction if is_leafwise else Folding)(call, operator, obj)
 
     def rest() -> Any:
         with call.exchange as exchange:
@@ -499,9 +478,3 @@ def _reduced(
         return call.result((), lambda: reduction.value(answer))
 
     return rest
-
-
-def _alone(operator: Operator, obj: T, leafwise: Leafwise) -> T:
-    result: T
-    result = alone(operator, obj, leafwise) if operator.is_leafwise else operator.alone(obj)
-    return result

@@ -23,6 +23,7 @@ from objcomm._collectives.reduction.operators import (
     OpLike,
     operator_for,
 )
+from objcomm._collectives.reduction.reduce import Accumulator, Operand
 from objcomm._config import (
     Allowed,
     AsyncOptions,
@@ -214,7 +215,9 @@ def exscan(
 def _scanned(call: Call, operator: Operator, obj: Any, first: int = 0) -> Callable[[], Any]:
     """Both scans; ``first`` is the lowest rank that gets a combination."""
     if call.is_alone:
-        return functools.partial(call.alone, lambda: _alone(operator, obj, first))
+        return functools.partial(
+            call.alone, lambda: operator.identity if first else operator.alone(obj)
+        )
     scan = _Scan(call, operator, obj, first)
 
     def rest() -> Any:
@@ -229,10 +232,6 @@ def _scanned(call: Call, operator: Operator, obj: Any, first: int = 0) -> Callab
     return rest
 
 
-def _alone(operator: Operator, obj: Any, first: int) -> Any:
-    return operator.identity if first else operator.alone(obj)
-
-
 class _Scan:
     """One scan on this rank; rank i gets the combination of ``i + 1 - first`` operands."""
 
@@ -240,62 +239,44 @@ class _Scan:
         self._call = call
         self._operator = operator
         self._first = first
-        self._operand: Any = None
-        self._copy: Any = None
+        self._mine = mine = Operand(call, operator, obj)
+        self._lower = Accumulator(call, mine.message, mine.copy if call.rank else mine.obj)
         self._result: Any = None
-        self._mine = call.message(obj, self._prepared)
-        if self._mine.header.status != Status.FAILURE:
-            self._mine = self._copied()
-        self._combined: Any = None
-        self._partial: Message | None = self._mine
-        self._failed = [self._mine] if self._mine.header.status == Status.FAILURE else []
-
-    def _prepared(self, obj: Any) -> Any:
-        self._operand = self._operator.prepare(obj, self._call.rank)
-        return self._operand
-
-    def _copied(self) -> Message:
-        """Copy the operand: the operator may change it, and from now on the caller may, too."""
-        try:
-            self._copy = self._call.copy(self._operand)
-        except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
-            return self._call.failure(error)
-        return self._mine
 
     def at_hub(self, exchange: Exchange) -> Message | None:
         """This rank's result from the rank that combines; ``None`` if all ranks have to."""
-        heads = routes.gather(exchange, self._mine, routes.HUB, _SMALL_NBYTES)
+        heads = routes.gather(exchange, self._mine.message, routes.HUB, _SMALL_NBYTES)
         answers = None if heads is None else self._answers(heads)
         answer = routes.scatter(exchange, answers, routes.HUB)
         return None if answer.header.status == Status.TREE else answer
 
     def by_all(self, exchange: Exchange) -> None:
         """Combine on every rank; see the module."""
-        rank, size, first = exchange.rank, exchange.size, self._first
-        self._combined = self._copy if rank else self._operand
+        rank, size, first, lower = exchange.rank, exchange.size, self._first, self._lower
         if first:
             # Each goes on with the operand of the one before.
             if rank + 1 < size:
-                routes.send(exchange, self._mine, rank + 1)
+                routes.send(exchange, self._mine.message, rank + 1)
             if rank:
-                self._take(routes.recv(exchange, rank - 1), lambda before, _: before)
+                lower.take(routes.recv(exchange, rank - 1), lambda before: before)
         step = 1
         while step < size - first and rank >= first:
             if rank + step < size:
-                routes.send(exchange, self._message_of_combined(), rank + step)
+                routes.send(exchange, lower.message(), rank + step)
             if rank - step >= first:
-                self._take(routes.recv(exchange, rank - step), self._operator.combine)
+                message = routes.recv(exchange, rank - step)
+                lower.take(message, lambda before: self._operator.combine(before, lower.obj))
             step *= 2
 
     def value(self, answer: Message | None) -> Any:
         """This rank's result, from the hub's answer if there is one."""
         call, operator = self._call, self._operator
-        call.raise_failures(self._failed if answer is None else [answer])
+        call.raise_failures(self._lower.failed if answer is None else [answer])
         count = call.rank + 1 - self._first
         if not count:
             return operator.identity
         if answer is None:
-            return operator.present(operator.finish(self._combined, count))
+            return operator.present(operator.finish(self._lower.obj, count))
         return operator.present(self._result if call.rank == routes.HUB else call.decode(answer))
 
     def _answers(self, heads: list[Message]) -> list[Message]:
@@ -311,9 +292,9 @@ class _Scan:
         return [answer] * len(heads)
 
     def _prefixes(self, heads: list[Message]) -> list[Message]:
-        operator, combined = self._operator, self._copy
+        operator, combined = self._operator, self._mine.copy
         if not self._first:
-            self._result = operator.finish(self._operand, 1)
+            self._result = operator.finish(self._mine.obj, 1)
         messages = [self._call.announcement(Status.VALUE)]
         for rank in range(1, len(heads)):
             count = rank + 1 - self._first
@@ -327,19 +308,3 @@ class _Scan:
             if message.large:  # their memory is on its way, and the operator may change it
                 combined = self._call.copy(combined)
         return messages
-
-    def _take(self, message: Message, combine: Callable[[Any, Any], Any]) -> None:
-        """Combine with what lower ranks have; an error becomes this rank's failure."""
-        if message.header.status == Status.FAILURE:
-            self._failed.append(message)
-        if not self._failed:
-            try:
-                self._combined = combine(self._call.decode(message), self._combined)
-            except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
-                self._failed.append(self._call.failure(error))
-        self._partial = self._call.failures(self._failed)
-
-    def _message_of_combined(self) -> Message:
-        if self._partial is None:
-            self._partial = self._call.message(self._combined)
-        return self._partial

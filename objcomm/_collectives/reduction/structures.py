@@ -2,7 +2,8 @@
 
 A structure is nested tuples: ``(number of the leaf, description)``, or ``(kind, type, keys,
 members)``. It holds no class and no tensor, so that comparing needs nothing of what is compared,
-and ranks exchange it before anything large moves. Knows objects; knows no messages.
+and ranks exchange it before anything large moves. One that arrives says what a rank reads and
+builds, so it is checked as a whole before any of that. Knows objects; knows no messages.
 """
 
 import collections
@@ -10,15 +11,16 @@ import copy
 import dataclasses
 import datetime
 import enum
+import itertools
 import math
 import numbers
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
-from objcomm._codecs.nesting import length_of
+from objcomm._codecs.nesting import Budget, Spread, length_of, weight_of
 from objcomm._codecs.tensors import (
     check_shape,
     describe_array,
@@ -27,21 +29,26 @@ from objcomm._codecs.tensors import (
     is_plain_array,
     is_plain_tensor,
 )
-from objcomm._collectives.reduction import elementwise
-from objcomm._collectives.reduction.operators import Operator
+from objcomm._collectives.reduction.operators import (
+    DTYPES,
+    Operator,
+    operand_dtype,
+    result_dtype,
+)
 from objcomm._wire.failure_message import DifferenceError
 from objcomm.errors import DecodeError, UsageError, shown
 
 #: In place of a leaf that this rank does not have.
 ABSENT = object()
 
-_ROOT = "obj"
-_NUMBER = "number"
-#: A container whose keys may differ in order, and be missing on some ranks.
-MAPPING = "mapping"
-_FIELDS, _SEQUENCE = "fields", "sequence"
-_CONSTANT = "constant"
+#: The kind of each container on the way to a leaf, and the key there.
+Path: TypeAlias = tuple[tuple[str, Any], ...]
+
+_NUMBER, _CONSTANT, _OBJECT = "number", "constant", "object"
+_TENSOR, _ARRAY = "tensor", "array"
 _CONSTANTS = (str, bytes, enum.Enum, type(None), torch.dtype, torch.device)
+# The keys of a mapping may differ in order, and be missing on some ranks.
+_MAPPING, _FIELDS, _SEQUENCE = "mapping", "fields", "sequence"
 
 # Keys that an error shows whole; the text of others may be of any length.
 _SHORT = (str, bytes, bool, float, complex, type(None), enum.Enum, datetime.date, pathlib.PurePath)
@@ -49,11 +56,11 @@ _SHORT = (str, bytes, bool, float, complex, type(None), enum.Enum, datetime.date
 _KEY_NUMBERS_MAX = 1 << 10
 
 # What a rank that lacks a part can make by itself, without a class of the user's.
-_MADE: dict[str, Callable[[], Any]] = {
-    "dict": dict,
-    "list": list,
-    "tuple": tuple,
-    "collections.OrderedDict": collections.OrderedDict,
+_MADE: dict[str, tuple[str, Callable[[], Any]]] = {
+    "dict": (_MAPPING, dict),
+    "list": (_SEQUENCE, list),
+    "tuple": (_SEQUENCE, tuple),
+    "collections.OrderedDict": (_MAPPING, collections.OrderedDict),
 }
 
 
@@ -75,54 +82,34 @@ def describe(obj: Any, operator: Operator, rank: int) -> tuple[Any, list[Any]]:
     Raises:
         UsageError: the operator cannot combine a leaf; names its path.
     """
-    describing = _Describing(operator, rank)
-    return describing.node(obj, _ROOT), describing.leaves
+    leaves: list[Any] = []
+    return _node_of(obj, (), operator, rank, leaves), leaves
 
 
-class _Describing:
-    # No nested functions: one that calls itself would be left to the garbage collector.
-    def __init__(self, operator: Operator, rank: int) -> None:
-        self.leaves: list[Any] = []
-        self._operator = operator
-        self._rank = rank
-
-    def node(self, member: Any, path: str) -> Any:
-        kind = _kind_of(member)
-        if kind is None:
-            return self._leaf(member, path)
-        keys = _keys_of(kind, member)
-        children = [self.node(_member(kind, member, key), path + _step(kind, key)) for key in keys]
-        return kind, _type_name(member), keys, tuple(children)
-
-    def _leaf(self, member: Any, path: str) -> Any:
-        description, value = _described(member, self._operator, is_nested=path != _ROOT)
-        if description != _CONSTANT:
-            _check(self._operator, member, path, self._rank, description)
-        self.leaves.append(value)
-        return len(self.leaves) - 1, description
+def _node_of(obj: Any, path: Path, operator: Operator, rank: int, leaves: list[Any]) -> Any:
+    kind, members = _members_of(obj)
+    if kind:
+        children = [
+            _node_of(member, (*path, (kind, key)), operator, rank, leaves)
+            for key, member in members.items()
+        ]
+        return kind, _type_name(obj), tuple(members), tuple(children)
+    description, value = _described(obj, path, operator, rank)
+    leaves.append(value)
+    return len(leaves) - 1, description
 
 
-def _described(member: Any, operator: Operator, *, is_nested: bool) -> tuple[Any, Any]:
-    if (found := described(member)) is not None:
-        return found
-    is_arraylike = isinstance(member, torch.Tensor) or hasattr(member, "__array_interface__")
-    if operator.name in {"any", "all"} and not is_arraylike:
-        return _NUMBER, bool(member)
-    if is_nested and isinstance(member, _CONSTANTS):
-        return _CONSTANT, member
-    if isinstance(member, numbers.Number):
-        return _NUMBER, member
-    return ("object", _type_name(member)), member
-
-
-def _check(operator: Operator, member: Any, path: str, rank: int, description: Any) -> None:
-    if tensors_of(description) is None:
-        try:
-            operator.prepare(member, rank)
-        except UsageError as error:
-            raise UsageError(f"{path}: {error}") from error
-    elif operator.name in {"min", "max"} and "complex" in description[1]:
-        raise UsageError(f"{path}: complex numbers have no {operator.name}")
+def _members_of(obj: Any) -> tuple[str, dict[Any, Any]]:
+    """A container's kind and its members by key; no kind, and none, of a leaf."""
+    if isinstance(obj, dict):
+        return _MAPPING, {key: obj[key] for key in obj}
+    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
+        return _FIELDS, {name: getattr(obj, name) for name in obj._fields}
+    if isinstance(obj, list) or type(obj) is tuple:  # a torch.Size is no tuple of operands
+        return _SEQUENCE, dict(enumerate(obj))
+    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
+        return _FIELDS, {each.name: getattr(obj, each.name) for each in dataclasses.fields(obj)}
+    return "", {}
 
 
 def _type_name(obj: Any) -> str:
@@ -130,32 +117,28 @@ def _type_name(obj: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
-def _kind_of(obj: Any) -> str | None:
-    if isinstance(obj, dict):
-        return MAPPING
-    if isinstance(obj, tuple) and hasattr(obj, "_fields"):
-        return _FIELDS
-    if isinstance(obj, list) or type(obj) is tuple:  # a torch.Size is no tuple of operands
-        return _SEQUENCE
-    return _FIELDS if dataclasses.is_dataclass(obj) and not isinstance(obj, type) else None
+def _described(obj: Any, path: Path, operator: Operator, rank: int) -> tuple[Any, Any]:
+    if (found := described(obj)) is not None:
+        if operator.name in {"min", "max"} and "complex" in found[0][1]:
+            raise UsageError(f"{text_of(path)}: complex numbers have no {operator.name}")
+        return found
+    is_arraylike = isinstance(obj, torch.Tensor) or hasattr(obj, "__array_interface__")
+    if operator.name in {"any", "all"} and not is_arraylike:
+        return _NUMBER, bool(obj)
+    if path and isinstance(obj, _CONSTANTS):
+        return _CONSTANT, obj
+    try:
+        operator.prepare(obj, rank)
+    except UsageError as error:
+        raise UsageError(f"{text_of(path)}: {error}") from error
+    is_number = isinstance(obj, numbers.Number)
+    return (_NUMBER if is_number else (_OBJECT, _type_name(obj))), obj
 
 
-def _keys_of(kind: str, obj: Any) -> tuple[Any, ...]:
-    if kind == MAPPING:
-        return tuple(obj)
-    if kind == _SEQUENCE:
-        return tuple(range(len(obj)))
-    if isinstance(obj, tuple):
-        return tuple(obj._fields)  # type: ignore[attr-defined]  # a named tuple
-    return tuple(field.name for field in dataclasses.fields(obj))
-
-
-def _member(kind: str, obj: Any, key: Any) -> Any:
-    return getattr(obj, key) if kind == _FIELDS else obj[key]
-
-
-def _step(kind: str, key: Any) -> str:
-    return f".{key}" if kind == _FIELDS else f"[{_key_text(key)}]"
+def text_of(path: Path) -> str:
+    """A path as a person would write it."""
+    steps = (f".{key}" if kind == _FIELDS else f"[{_key_text(key)}]" for kind, key in path)
+    return "".join(("obj", *steps))
 
 
 def _key_text(key: Any) -> str:
@@ -165,7 +148,12 @@ def _key_text(key: Any) -> str:
 
 
 def _is_leaf(node: Any) -> bool:
-    return type(node[0]) is int
+    return len(node) == len(("number", "description"))
+
+
+def is_object(description: Any) -> bool:
+    """Whether the leaf is none of the kinds that this module knows."""
+    return type(description) is tuple and bool(description[0] == _OBJECT)
 
 
 def is_constant(description: Any) -> bool:
@@ -173,14 +161,21 @@ def is_constant(description: Any) -> bool:
     return bool(description == _CONSTANT)
 
 
-def leaves_of(node: Any, path: str = _ROOT) -> Iterator[tuple[str, Any]]:
-    """Every leaf's path and description, in order."""
+def walk(node: Any, own: Any = ABSENT, path: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
+    """Every leaf in order: its path, its description, and this rank's own or ``ABSENT``.
+
+    Args:
+        node: a structure.
+        own: this rank's operand, which may lack parts of it.
+        path: of the node.
+    """
     if _is_leaf(node):
-        yield path, node[1]
+        yield path, node[1], own
         return
     kind, _, keys, children = node
+    _, members = _members_of(own)
     for key, child in zip(keys, children, strict=True):
-        yield from leaves_of(child, path + _step(kind, key))
+        yield from walk(child, members.get(key, ABSENT), (*path, (kind, key)))
 
 
 def merge(structures: Sequence[Any], *, may_lack: bool) -> tuple[Any, list[Leaf]]:
@@ -196,13 +191,14 @@ def merge(structures: Sequence[Any], *, may_lack: bool) -> tuple[Any, list[Leaf]
     Raises:
         DifferenceError: they differ.
     """
-    first = structures[0]
+    first, size = structures[0], len(structures)
     if all(each == first for each in structures[1:]):
-        ranks = range(len(structures))
-        leaves = [description for _, description in leaves_of(first)]
-        return first, [Leaf(each, dict.fromkeys(ranks, at)) for at, each in enumerate(leaves)]
-    merging = _Merging(len(structures), may_lack=may_lack)
-    return merging.node(dict(enumerate(structures)), _ROOT), merging.leaves
+        descriptions = (description for _, description, _ in walk(first))
+        return first, [
+            Leaf(each, dict.fromkeys(range(size), at)) for at, each in enumerate(descriptions)
+        ]
+    merging = _Merging(size, may_lack=may_lack)
+    return merging.node(dict(enumerate(structures)), ()), merging.leaves
 
 
 class _Merging:
@@ -211,12 +207,12 @@ class _Merging:
         self._size = size
         self._may_lack = may_lack
 
-    def node(self, nodes: Mapping[int, Any], path: str) -> Any:
-        lowest, *others = nodes
-        first = nodes[lowest]
-        for rank in others:
-            if (ours := _kind_text(first)) != (theirs := _kind_text(nodes[rank])):
-                raise DifferenceError(path, (lowest, rank), f"{ours} and {theirs}")
+    def node(self, nodes: Mapping[int, Any], path: Path) -> Any:
+        (lowest, first), *others = nodes.items()
+        for rank, node in others:
+            if _form_of(node) != _form_of(first):
+                reason = f"{_form_text(first)} and {_form_text(node)}"
+                raise DifferenceError(text_of(path), (lowest, rank), reason)
         if _is_leaf(first):
             self.leaves.append(Leaf(first[1], {rank: node[0] for rank, node in nodes.items()}))
             return len(self.leaves) - 1, first[1]
@@ -224,31 +220,37 @@ class _Merging:
         if len(nodes) < self._size and type_name not in _MADE:
             lacking = next(rank for rank in range(self._size) if rank not in nodes)
             reason = f"only mappings, lists and tuples can be filled in, not {type_name}"
-            raise DifferenceError(path, _in_order(lowest, lacking), reason)
+            raise DifferenceError(text_of(path), _in_order(lowest, lacking), reason)
         members = {rank: dict(zip(node[2], node[3], strict=True)) for rank, node in nodes.items()}
-        keys = tuple(dict.fromkeys(key for each in members.values() for key in each))
-        children = []
-        for key in keys:
+        children: dict[Any, Any] = {}
+        for key in dict.fromkeys(itertools.chain.from_iterable(members.values())):
             having = {rank: each[key] for rank, each in members.items() if key in each}
-            step = path + _step(kind, key)
-            if len(having) < len(members) and not self._may_lack:
-                holder = next(iter(having))
+            step = (*path, (kind, key))
+            if len(having) < len(members) and not (self._may_lack and kind == _MAPPING):
                 lacking = next(rank for rank in members if rank not in having)
                 reason = f"rank {lacking} has no such member; give it, or pass missing='skip'"
-                raise DifferenceError(step, _in_order(holder, lacking), reason)
-            children.append(self.node(having, step))
-        return kind, type_name, keys, tuple(children)
+                ranks = _in_order(next(iter(having)), lacking)
+                raise DifferenceError(text_of(step), ranks, reason)
+            children[key] = self.node(having, step)
+        return kind, type_name, tuple(children), tuple(children.values())
 
 
 def _in_order(one: int, other: int) -> tuple[int, int]:
     return min(one, other), max(one, other)
 
 
-def _kind_text(node: Any) -> str:
-    """All that must agree of one node besides its keys, in words."""
+def _form_of(node: Any) -> Any:
+    """All that must agree of one node besides the names of its members."""
+    if _is_leaf(node):
+        return node[1]
+    kind, type_name, keys, _ = node
+    return kind, type_name, 0 if kind == _MAPPING else len(keys)
+
+
+def _form_text(node: Any) -> str:
     if not _is_leaf(node):
         kind, type_name, keys, _ = node
-        return type_name if kind == MAPPING else f"{type_name} of {len(keys)}"
+        return type_name if kind == _MAPPING else f"{type_name} of {len(keys)}"
     description = node[1]
     if (tensors := tensors_of(description)) is None:
         return description if isinstance(description, str) else str(description[1])
@@ -256,48 +258,82 @@ def _kind_text(node: Any) -> str:
     return f"{description[0]} of {description[1]}, shape {tensors.shape}{where}"
 
 
-def is_plain(description: Any) -> bool:
+def checked(node: Any, own: Any = None) -> list[Leaf]:
+    """The leaves of a structure that arrived; those that this rank gave itself have place 1.
+
+    Args:
+        node: the structure.
+        own: that of what this rank gave, if the other one is to hold all of it.
+
+    Raises:
+        DecodeError: no rank would make such a structure, or it does not hold what this rank gave.
+    """
+    leaves: list[Leaf] = []
+    _check(node, leaves, Budget("msgpack", memoryview(b""), ()))
+    if own is None:
+        return leaves
+    try:
+        merged, leaves = merge([node, own], may_lack=True)
+    except DifferenceError as error:
+        refuse(f"it does not fit what this rank gave at {error.path}: {error.reason}")
+    if merged != node:
+        refuse("it lacks what this rank gave")
+    return leaves
+
+
+def _check(node: Any, leaves: list[Leaf], budget: Budget) -> None:
+    types = [type(each) for each in node] if isinstance(node, tuple) else None
+    if types is not None and _is_leaf(node):
+        number, description = node
+        if type(number) is not int or number != len(leaves):
+            refuse(f"a leaf has the number {shown(number)}")
+        if tensors_of(description) is None and not _is_plain(description):
+            refuse("a leaf is described by what is no description")
+        leaves.append(Leaf(description, {0: number}))
+        return
+    if types != [str, str, tuple, tuple]:
+        refuse("it holds no structure, or a container without a type or a list of members")
+    kind, type_name, keys, children = node
+    if not all(map(_is_key, keys)):
+        refuse("a key is no plain data")
+    try:
+        Spread(budget, weight_of).add(keys)
+        members = dict(zip(keys, children, strict=True))
+    except (TypeError, ValueError):
+        refuse("a container's keys are none, or not as many as its members")
+    if len(members) != len(keys):
+        refuse("a key stands twice")
+    is_right = kind in {_MAPPING, _FIELDS, _SEQUENCE} and _MADE.get(type_name, (kind,))[0] == kind
+    if not is_right or (kind == _SEQUENCE and keys != tuple(range(len(keys)))):
+        refuse(f"a {type_name!r} is no {kind!r} with such keys")
+    for child in children:
+        _check(child, leaves, budget)
+
+
+def _is_plain(description: Any) -> bool:
     """Whether it describes a leaf that is neither a tensor nor an array."""
     if type(description) is str:
         return description in {_NUMBER, _CONSTANT}
     is_pair = type(description) is tuple and [type(each) for each in description] == [str, str]
-    return is_pair and bool(description[0] == "object")
+    return is_pair and bool(description[0] == _OBJECT)
 
 
-def is_key(key: Any) -> bool:
+def _is_key(key: Any) -> bool:
     """Whether comparing a key that arrived costs no more than its bytes."""
     if type(key) in {tuple, frozenset}:
-        return all(map(is_key, key))
+        return all(map(_is_key, key))
     if type(key) is range:
         return length_of(key) <= _KEY_NUMBERS_MAX
     return not isinstance(key, (torch.Tensor, BaseException))
 
 
-def can_be_made(kind: Any, type_name: Any, keys: Sequence[Any]) -> bool:
-    """Whether a rank that lacks such a container can make it, with these keys."""
-    if not isinstance(type_name, str) or type_name not in _MADE:
-        return False
-    is_sequence = type_name in {"list", "tuple"}
-    return kind == (_SEQUENCE if is_sequence else MAPPING) and (
-        not is_sequence or list(keys) == list(range(len(keys)))
-    )
+def refuse(reason: str) -> NoReturn:
+    """Refuse what another rank sent.
 
-
-def aligned(node: Any, own: Any) -> list[Any]:
-    """This rank's own leaf for each leaf of a merged structure; ``ABSENT`` where it has none."""
-    if _is_leaf(node):
-        return [own]
-    kind, _, keys, children = node
-    found = []
-    for key, child in zip(keys, children, strict=True):
-        found += aligned(child, _own_member(kind, own, key))
-    return found
-
-
-def _own_member(kind: str, own: Any, key: Any) -> Any:
-    if own is ABSENT or (kind == MAPPING and key not in own):
-        return ABSENT
-    return ABSENT if kind == _SEQUENCE and key >= len(own) else _member(kind, own, key)
+    Raises:
+        DecodeError: always.
+    """
+    raise DecodeError("msgpack", f"a part of a reduction: {reason}")
 
 
 def rebuild(node: Any, own: Any, results: Sequence[Any]) -> Any:
@@ -311,34 +347,25 @@ def rebuild(node: Any, own: Any, results: Sequence[Any]) -> Any:
     if _is_leaf(node):
         return results[node[0]]
     kind, type_name, keys, children = node
-    members = [
-        rebuild(child, _own_member(kind, own, key), results)
+    like = _MADE[type_name][1]() if own is ABSENT else own
+    _, mine = _members_of(like)
+    members = {
+        key: rebuild(child, mine.get(key, ABSENT), results)
         for key, child in zip(keys, children, strict=True)
-    ]
+    }
+    if isinstance(like, tuple):
+        return like._make(members.values()) if kind == _FIELDS else tuple(members.values())  # type: ignore[attr-defined]  # a named tuple
+    made = copy.copy(like)
     if kind == _SEQUENCE:
-        return _sequence_like(_MADE[type_name]() if own is ABSENT else own, members)
-    if kind == _FIELDS and isinstance(own, tuple):
-        return own._make(members)  # type: ignore[attr-defined]  # a named tuple
-    made = _MADE[type_name]() if own is ABSENT else copy.copy(own)
-    if kind == MAPPING:
+        made[:] = members.values()
+    elif kind == _MAPPING:
         made.clear()
-        for key, member in zip(keys, members, strict=True):
+        for key, member in members.items():  # a Counter's update would add
             made[key] = member
     else:
-        for key, member in zip(keys, members, strict=True):
-            object.__setattr__(made, key, member)  # also where the class is frozen
+        for name, member in members.items():
+            object.__setattr__(made, name, member)  # also where the class is frozen
     return made
-
-
-def _sequence_like(own: Any, members: list[Any]) -> Any:
-    if isinstance(own, tuple):
-        return type(own)(members)
-    made = copy.copy(own)
-    made[:] = members
-    return made
-
-
-_TENSOR, _ARRAY = "tensor", "array"
 
 
 class Tensors(NamedTuple):
@@ -361,8 +388,8 @@ class Tensors(NamedTuple):
 
 
 def described(leaf: Any) -> tuple[Any, Any] | None:
-    """A leaf's description as plain data, and the leaf; ``None`` if ``elementwise`` has no use."""
-    if is_plain_tensor(leaf) and leaf.dtype in elementwise.DTYPES and not leaf.is_meta:
+    """A description as plain data, and the leaf, if it is combined element by element; or None."""
+    if is_plain_tensor(leaf) and leaf.dtype in DTYPES and not leaf.is_meta:
         value = leaf.detach().resolve_conj().resolve_neg()
         name = dtype_name(value.dtype)
         return (_TENSOR, name, tuple(value.shape), value.device.type), value
@@ -375,7 +402,7 @@ def _torch_dtype_of(array: Any) -> torch.dtype | None:
     if not array.dtype.isnative or array.dtype.names is not None:
         return None
     dtype = getattr(torch, array.dtype.name, None)
-    return dtype if dtype in elementwise.DTYPES else None
+    return dtype if dtype in DTYPES else None
 
 
 def tensors_of(description: Any) -> Tensors | None:
@@ -405,12 +432,12 @@ def flat_of(leaf: Any, op: str) -> torch.Tensor:
 
         dtype = getattr(torch, leaf.dtype.name)
         flat = describe_array(np.ascontiguousarray(leaf))[1].view(dtype)
-    return flat.to(elementwise.operand_dtype(op, flat.dtype))
+    return flat.to(operand_dtype(op, flat.dtype))
 
 
 def room_for(about: Tensors, op: str, device: torch.device | str) -> tuple[Any, torch.Tensor]:
     """A fresh result and a flat view of its elements."""
-    dtype = elementwise.result_dtype(op, about.dtype)
+    dtype = result_dtype(op, about.dtype)
     with torch.inference_mode(mode=False):
         tensor = torch.empty(about.shape, dtype=dtype, device=device)
         return (tensor.numpy() if about.is_array else tensor), tensor.view(-1)
