@@ -21,8 +21,7 @@ try:
     from objcomm._collectives.fail_together import fail_together
     from objcomm._collectives.gather import all_gather, gather
     from objcomm._collectives.reduction.operators import Op
-    from objcomm._collectives.reduction.reduce import all_reduce, reduce
-    from objcomm._collectives.reduction.scan import exscan, scan
+    from objcomm._collectives.reduction.reduce import all_reduce, exscan, reduce, scan
     from objcomm._collectives.scatter import all_to_all, reduce_scatter, scatter
     from objcomm._collectives.split import dup, leaders, new_group, node_group, split
     from objcomm._config import check, configure

@@ -9,8 +9,8 @@ from bench.model.world import Machine, Outcome, World
 from objcomm._algorithms import routes
 from objcomm._algorithms.device import DevicePath
 from objcomm._algorithms.exchange import Exchange
+from objcomm._collectives.reduction.folding import Folding
 from objcomm._collectives.reduction.operators import Operator
-from objcomm._collectives.reduction.reduce import Folding
 from objcomm._config import Settings
 from objcomm._observe.history import CallRecord
 from objcomm._transport.lane import Lane
@@ -78,7 +78,7 @@ def _reduced(exchange: Exchange, mine: Message, root: int | None) -> object:
     """A reduction of objects, as by an operator of the user's that gives one of the same length."""
     call = cast("Call", _ReducingCall(exchange, mine))
     operator = Operator("the first", combine=_first)
-    return Folding(call, operator, mine.body).run(exchange, root)
+    return Folding(call, operator, mine.body, root).run(exchange)
 
 
 def _first(left: Any, _right: Any) -> Any:

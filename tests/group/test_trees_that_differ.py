@@ -12,7 +12,7 @@ import torch
 import objcomm
 from objcomm import CollectiveError, DesyncError, TransportError, UsageError
 from objcomm._collectives.gather import answered
-from objcomm._collectives.reduction import leafwise, operators
+from objcomm._collectives.reduction import leafwise, operators, structures
 from tests.cases import case
 from tests.group.containers import LARGE, Loss, Stats
 from tests.group.helpers import assert_group_works, exit_at_once
@@ -225,7 +225,7 @@ def test_who_has_no_room_for_a_result_fails_like_any_other() -> None:
     tensor = torch.ones(LARGE)
     with pytest.MonkeyPatch.context() as patch:
         if rank == last:
-            patch.setattr(leafwise, "room_for", lambda *_: torch.empty(2**60))
+            patch.setattr(structures, "room_for", lambda *_: torch.empty(2**60))
         kind = RuntimeError if rank == last else CollectiveError
         with pytest.raises(kind, match=r"memory|size") as caught:
             objcomm.all_reduce(tensor)

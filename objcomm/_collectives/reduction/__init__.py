@@ -1,4 +1,4 @@
 """Objects of all ranks combined into one: the operators, and the ways an operand takes to them.
 
-Operators and structures know objects only; ``reduce`` and ``scan`` alone move messages.
+Operators and structures know objects only; ``folding`` and ``leafwise`` move messages.
 """

@@ -21,16 +21,7 @@ from objcomm._codecs.tensors import resize_locks
 from objcomm._collectives.gather import answered
 from objcomm._collectives.reduction import operators, structures
 from objcomm._collectives.reduction.operators import Operator
-from objcomm._collectives.reduction.structures import (
-    ABSENT,
-    Leaf,
-    Tensors,
-    described,
-    flat_of,
-    refuse,
-    room_for,
-    tensors_of,
-)
+from objcomm._collectives.reduction.structures import Leaf, Tensors, refuse, tensors_of
 from objcomm._config import settings
 from objcomm._wire.failure_message import DifferenceError
 from objcomm._wire.header import Status
@@ -129,7 +120,7 @@ def operand(plain: Any) -> tuple[Any, list[Any], str]:
         refuse("it has other leaves than its structure")
     for (description, _), value in zip(leaves, values, strict=True):
         if tensors_of(description) is not None and value is not None:
-            found = described(value)
+            found = structures.described(value)
             if found is None or found[0][:3] != description[:3]:
                 refuse("a leaf is not what is said of it")
     return structure, values, linked
@@ -179,18 +170,20 @@ def alone(operator: Operator, obj: Any) -> Any:
 class TreeReduction:
     """One reduction on this rank."""
 
-    def __init__(self, call: Call, operator: Operator, obj: Any) -> None:
+    def __init__(self, call: Call, operator: Operator, obj: Any, root: int | None) -> None:
         """Describe this rank's operand; an error becomes its failure."""
         self._call = call
         self._operator = operator
         self._own: Any = None
         self._structure: Any = None
+        self._described: list[Any] = []
         self._given: list[Any] = []
         self._may_follow = operator.may_lack
         self._mine = call.message(obj, self._describe)
         self._answer: Answer | None = None
         self._followed: dict[int, Any] = {}
-        self._is_taker = True
+        self._root = root
+        self._is_taker = root in {None, call.rank}
 
     def _describe(self, obj: Any) -> tuple[Any, list[Any], str]:
         structure, leaves = structures.describe(obj, self._operator, self._call.rank)
@@ -198,21 +191,21 @@ class TreeReduction:
         self._locks = [resize_locks(leaf) for leaf in leaves]
         # Containers of its own: an asynchronous call's caller may change theirs meanwhile.
         self._own = structures.rebuild(structure, obj, leaves)
-        abouts = [tensors_of(description) for _, description, _ in structures.walk(structure)]
-        nbytes = sum(about.nbytes for about in abouts if about is not None)
+        self._described = described = [each for _, each, _ in structures.walk(structure)]
+        nbytes = sum(about.nbytes for about in map(tensors_of, described) if about is not None)
         exchange = self._call.exchange
         # What travels outside of messages is not signed.
         if nbytes > _INLINE_NBYTES and exchange.gate.signer is None:
             self._may_follow = True
-            pairs = zip(leaves, abouts, strict=True)
-            leaves = [value if about is None else None for value, about in pairs]
+            pairs = zip(leaves, described, strict=True)
+            leaves = [value if tensors_of(each) is None else None for value, each in pairs]
         self._given = leaves
         return structure, leaves, exchange.device.linked
 
-    def run(self, exchange: Exchange, root: int | None) -> Message:
+    def run(self, exchange: Exchange) -> Message:
         """The traffic: all results to ``root``, or to all ranks if it is None."""
+        root = self._root
         hub = routes.HUB if root is None else root
-        self._is_taker = root in {None, exchange.rank}
 
         def answer(messages: list[Message]) -> tuple[Any, ...]:
             found = self._answer = self._merged(messages)
@@ -221,7 +214,7 @@ class TreeReduction:
 
         message = answered(self._call, exchange, self._mine, answer, hub)
         if self._may_follow and message.header.status == Status.VALUE:
-            self._follow(exchange, self._read(message), root)
+            self._follow(exchange, self._read(message))
         return message
 
     def value(self, message: Message) -> Any:
@@ -282,10 +275,8 @@ class TreeReduction:
     def _own_leaves(self) -> list[Any]:
         """As the others' come; an operator may change what it gets."""
         return [
-            self._call.copy(value) if structures.is_object(description) else value
-            for value, (_, description, _) in zip(
-                self._given, structures.walk(self._structure), strict=True
-            )
+            self._call.copy(value) if structures.is_object(each) else value
+            for value, each in zip(self._given, self._described, strict=True)
         ]
 
     def _fold(self, structure: Any, at: int, leaf: Leaf, values: list[Any]) -> Any:
@@ -298,7 +289,7 @@ class TreeReduction:
                 raise DifferenceError(text, error.ranks, error.reason) from None
             raise UsageError(f"{text}: {error}") from error
 
-    def _follow(self, exchange: Exchange, answer: Answer, root: int | None) -> None:
+    def _follow(self, exchange: Exchange, answer: Answer) -> None:
         """Combine the large leaves, on all ranks together."""
         leaves = list(structures.walk(answer.structure or self._structure, self._own))
         rooms = {}
@@ -314,7 +305,7 @@ class TreeReduction:
                 where = exchange.device.joined(about.device_type, answer.linked)
             part, rooms[at] = self._part(about, own, tuple(ranks), where or _HOST)
             (on_host if where is None else on_device).append(part)
-        tensor_reduction.reduce_tensors(exchange, on_host, root)
+        tensor_reduction.reduce_tensors(exchange, on_host, self._root)
         reduce_on_device(exchange, on_device)
         for at, (result, device) in rooms.items():
             is_tensor = isinstance(result, torch.Tensor)
@@ -326,9 +317,9 @@ class TreeReduction:
         op = self._operator.name
         dtype = operators.operand_dtype(op, about.dtype)
         wide = operators.wide_dtype(op, about.dtype, self._operator.dtype)
-        result, flat = room_for(about, op, where) if self._is_taker else (None, None)
+        result, flat = structures.room_for(about, op, where) if self._is_taker else (None, None)
         part = Part(
-            None if own is ABSENT else flat_of(own, op).to(where),
+            None if own is structures.ABSENT else structures.flat_of(own, op).to(where),
             flat,
             dtype,
             operators.result_dtype(op, about.dtype),
@@ -345,8 +336,8 @@ def _folded(operator: Operator, leaf: Leaf, values: Sequence[Any]) -> Any:
     """One leaf of all ranks that have it, combined here."""
     about, op, ranks = tensors_of(leaf.description), operator.name, list(leaf.places)
     if about is not None:
-        flats = [flat_of(value, op) for value in values]
-        result, into = room_for(about, op, flats[0].device)
+        flats = [structures.flat_of(value, op) for value in values]
+        result, into = structures.room_for(about, op, flats[0].device)
         wide = operators.wide_dtype(op, about.dtype, operator.dtype)
         operators.combine_tensors(op, [flat.to(into.device) for flat in flats], into, wide)
         return result

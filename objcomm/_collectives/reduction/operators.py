@@ -9,7 +9,6 @@ result. Knows objects and torch, and numpy only where an operand is of numpy; kn
 import collections
 import contextlib
 import functools
-import numbers
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -21,21 +20,12 @@ from objcomm.errors import UsageError
 
 T = TypeVar("T")
 
+# Those that go leaf by leaf through containers, and those that take whole objects.
+_LeafwiseName: TypeAlias = Literal["sum", "prod", "min", "max", "mean", "any", "all"]
+_WholeName: TypeAlias = Literal["argmin", "argmax", "concat", "union", "counter"]
+
 #: The names that ``op=`` takes.
-NamedOperator: TypeAlias = Literal[
-    "sum",
-    "prod",
-    "min",
-    "max",
-    "mean",
-    "any",
-    "all",
-    "argmin",
-    "argmax",
-    "concat",
-    "union",
-    "counter",
-]
+NamedOperator: TypeAlias = Literal[_LeafwiseName, _WholeName]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,21 +170,24 @@ def operator_for(
         )
     if missing not in ("error", "skip"):  # no set: a list has no hash
         raise UsageError(f"{said_by}missing={missing!r} must be 'error' or 'skip'")
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise UsageError(f"{said_by}dtype={dtype!r} must be a torch.dtype or None")
-    if dtype is not None and not _has_fractions(dtype):
-        raise UsageError(
-            f"{said_by}dtype={dtype} has no fractions: integers are added up as they are"
-        )
-    if dtype is not None and found.name not in _ADDING:
-        raise UsageError(
-            f"{said_by}dtype= is for sum, prod and mean; {found.name!r} adds nothing up"
-        )
     if missing == "skip" and found.elementwise is None:
         raise UsageError(f"{said_by}missing='skip' is for the named ops that go leaf by leaf")
     if dtype is None and missing == "error":
         return found
+    if dtype is not None:
+        _check_dtype(found, dtype, said_by)
     return replace(found, dtype=dtype, may_lack=missing == "skip")
+
+
+def _check_dtype(operator: Operator, dtype: object, said_by: str) -> None:
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"{said_by}dtype={dtype!r} must be a torch.dtype or None")
+    if not _has_fractions(dtype):
+        reason = "has no fractions: integers are added up as they are"
+        raise UsageError(f"{said_by}dtype={dtype} {reason}")
+    if operator.name not in _ADDING:
+        reason = f"is for sum, prod and mean; {operator.name!r} adds nothing up"
+        raise UsageError(f"{said_by}dtype= {reason}")
 
 
 def _operator_of(op: object) -> Operator | None:
@@ -202,11 +195,7 @@ def _operator_of(op: object) -> Operator | None:
         # What decides about the way must agree, or ranks would wait for each other.
         name = "callable" + " commutative" * op.commutative + " slow" * op.slow
         return Operator(
-            name,
-            op.fn,
-            is_commutative=op.commutative,
-            is_slow=op.slow,
-            identity=op.identity,
+            name, op.fn, is_commutative=op.commutative, is_slow=op.slow, identity=op.identity
         )
     if type(op).__name__ == "RedOpType":  # a torch.distributed.ReduceOp, callable by accident
         op = REDUCE_OPS.get(getattr(op, "name", ""))
@@ -345,27 +334,32 @@ def _average(combined: _Sum, size: int) -> Any:
     return _numpy().asarray(mean) if is_array(combined.total) else mean
 
 
-def _extreme(
-    of_tensors: Callable[..., torch.Tensor], of_numbers: Callable[..., Any]
-) -> Callable[[Any, Any], Any]:
-    def combine(left: Any, right: Any) -> Any:
-        if isinstance(left, torch.Tensor):
-            return of_tensors(left, right)
-        if is_array(left):
-            return getattr(_numpy(), of_tensors.__name__)(left, right)
-        # Not a number is contagious, as in the other two, wherever it stands.
-        for member in (left, right):
-            if isinstance(member, numbers.Number) and _is_nan(member):
-                return member
-        return of_numbers(left, right)
-
-    return _alike(combine)
-
-
 def _truth(obj: Any, _: int = 0) -> Any:
     if isinstance(obj, torch.Tensor):
         return obj.bool()
     return obj.astype(bool) if is_array(obj) else bool(obj)
+
+
+def _is_taken(is_better: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
+    """Whether the right one is better, or where; the left one, of the lower rank, where they tie.
+
+    A NaN is contagious: it is the least and the greatest, wherever it stands.
+    """
+    if not (is_array(left) or is_array(right)):
+        return not _is_nan(left) and (_is_nan(right) or is_better(right, left))
+    _must_match(_form_of(left), _form_of(right))
+    return ~_is_nan(left) & (_is_nan(right) | is_better(right, left))
+
+
+def _chosen(is_taken: Any, left: Any, right: Any) -> Any:
+    if not is_array(left):
+        return right if is_taken else left
+    where = torch.where if isinstance(left, torch.Tensor) else _numpy().where
+    return where(is_taken, right, left)
+
+
+def _extreme(is_better: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda left, right: _chosen(_is_taken(is_better, left, right), left, right)
 
 
 _Located = tuple[Any, Any]
@@ -378,21 +372,12 @@ def _located(obj: Any, rank: int) -> _Located:
     return obj, _numpy().full(obj.shape, rank, "int64") if is_array(obj) else rank
 
 
-def _first_extreme(
+def _located_extreme(
     is_better: Callable[[Any, Any], Any],
 ) -> Callable[[_Located, _Located], _Located]:
-    """Of two the better, element by element; the left one, of the lower rank, where they tie."""
-
     def combine(left: _Located, right: _Located) -> _Located:
-        (ours, our_rank), (theirs, their_rank) = left, right
-        if is_array(ours) or is_array(theirs):
-            _must_match(_form_of(ours), _form_of(theirs))
-            taken = (is_better(theirs, ours) | _is_nan(theirs)) & ~_is_nan(ours)
-            where = torch.where if isinstance(ours, torch.Tensor) else _numpy().where
-            return where(taken, theirs, ours), where(taken, their_rank, our_rank)
-        if _is_nan(ours):
-            return left
-        return right if _is_nan(theirs) or is_better(theirs, ours) else left
+        is_taken = _is_taken(is_better, left[0], right[0])
+        return _chosen(is_taken, left[0], right[0]), _chosen(is_taken, left[1], right[1])
 
     return combine
 
@@ -482,7 +467,6 @@ def _counts_added(left: Any, right: Any) -> Any:
 
 
 _add, _multiply = _alike(_without_wrapping(operator.add)), _alike(_without_wrapping(operator.mul))
-_least, _greatest = _extreme(torch.minimum, min), _extreme(torch.maximum, max)
 
 # In torch's minimum and maximum, too, a NaN is contagious.
 _NAMED: dict[str, Operator] = {
@@ -490,42 +474,29 @@ _NAMED: dict[str, Operator] = {
     for each in (
         Operator("sum", _add, _number, elementwise=torch.add),
         Operator("prod", _multiply, _number, elementwise=torch.mul),
-        Operator("min", _least, _combinable, elementwise=torch.minimum),
-        Operator("max", _greatest, _combinable, elementwise=torch.maximum),
+        Operator("min", _extreme(operator.lt), _combinable, elementwise=torch.minimum),
+        Operator("max", _extreme(operator.gt), _combinable, elementwise=torch.maximum),
         Operator("mean", _add_sums, _to_average, _average, elementwise=torch.add),
         Operator("any", _alike(operator.or_), _truth, elementwise=torch.logical_or),
         Operator("all", _alike(operator.and_), _truth, elementwise=torch.logical_and),
-        Operator("argmin", _first_extreme(operator.lt), _located, present=Extreme._make),
-        Operator("argmax", _first_extreme(operator.gt), _located, present=Extreme._make),
+        Operator("argmin", _located_extreme(operator.lt), _located, present=Extreme._make),
+        Operator("argmax", _located_extreme(operator.gt), _located, present=Extreme._make),
         Operator("concat", _concatenated, _sequence),
         Operator("union", _united, _set_or_mapping),
         Operator("counter", _counts_added, _counted, present=collections.Counter),
     )
 }
 
+_WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_HALF = frozenset({torch.float16, torch.bfloat16})
+_WIDE = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
+
 #: What is combined element by element; other dtypes have no arithmetic of their own in torch.
-DTYPES = frozenset(
-    {
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
-    }
-)
+DTYPES = _WHOLE | _HALF | _WIDE
 
 # Below 32,768 elements torch works on the calling thread alone. Where every core has a rank,
 # threads that wait for each other made a reduction 8 times slower; and so much stays in the cache.
 _CHUNK_NUMEL = 30_720
-
-_HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def _has_fractions(dtype: torch.dtype) -> bool:

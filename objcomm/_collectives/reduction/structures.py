@@ -20,21 +20,10 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 
+from objcomm._codecs import tensors
 from objcomm._codecs.nesting import Budget, Spread, length_of, weight_of
-from objcomm._codecs.tensors import (
-    check_shape,
-    describe_array,
-    dtype_name,
-    dtype_named,
-    is_plain_array,
-    is_plain_tensor,
-)
-from objcomm._collectives.reduction.operators import (
-    DTYPES,
-    Operator,
-    operand_dtype,
-    result_dtype,
-)
+from objcomm._collectives.reduction import operators
+from objcomm._collectives.reduction.operators import Operator
 from objcomm._wire.failure_message import DifferenceError
 from objcomm.errors import DecodeError, UsageError, shown
 
@@ -49,6 +38,8 @@ _TENSOR, _ARRAY = "tensor", "array"
 _CONSTANTS = (str, bytes, enum.Enum, type(None), torch.dtype, torch.device)
 # The keys of a mapping may differ in order, and be missing on some ranks.
 _MAPPING, _FIELDS, _SEQUENCE = "mapping", "fields", "sequence"
+
+_DTYPE_NAMES = frozenset(map(tensors.dtype_name, operators.DTYPES))
 
 # Keys that an error shows whole; the text of others may be of any length.
 _SHORT = (str, bytes, bool, float, complex, type(None), enum.Enum, datetime.date, pathlib.PurePath)
@@ -252,10 +243,10 @@ def _form_text(node: Any) -> str:
         kind, type_name, keys, _ = node
         return type_name if kind == _MAPPING else f"{type_name} of {len(keys)}"
     description = node[1]
-    if (tensors := tensors_of(description)) is None:
+    if (about := tensors_of(description)) is None:
         return description if isinstance(description, str) else str(description[1])
-    where = "" if tensors.is_array or tensors.device_type == "cpu" else f" on {description[3]}"
-    return f"{description[0]} of {description[1]}, shape {tensors.shape}{where}"
+    where = "" if about.is_array or about.device_type == "cpu" else f" on {about.device_type}"
+    return f"{description[0]} of {description[1]}, shape {about.shape}{where}"
 
 
 def checked(node: Any, own: Any = None) -> list[Leaf]:
@@ -389,20 +380,13 @@ class Tensors(NamedTuple):
 
 def described(leaf: Any) -> tuple[Any, Any] | None:
     """A description as plain data, and the leaf, if it is combined element by element; or None."""
-    if is_plain_tensor(leaf) and leaf.dtype in DTYPES and not leaf.is_meta:
+    if tensors.is_plain_tensor(leaf) and leaf.dtype in operators.DTYPES and not leaf.is_meta:
         value = leaf.detach().resolve_conj().resolve_neg()
-        name = dtype_name(value.dtype)
+        name = tensors.dtype_name(value.dtype)
         return (_TENSOR, name, tuple(value.shape), value.device.type), value
-    if is_plain_array(leaf) and _torch_dtype_of(leaf) is not None:
+    if tensors.is_plain_array(leaf) and leaf.dtype.isnative and leaf.dtype.name in _DTYPE_NAMES:
         return (_ARRAY, leaf.dtype.name, tuple(leaf.shape), "cpu"), leaf
     return None
-
-
-def _torch_dtype_of(array: Any) -> torch.dtype | None:
-    if not array.dtype.isnative or array.dtype.names is not None:
-        return None
-    dtype = getattr(torch, array.dtype.name, None)
-    return dtype if dtype in DTYPES else None
 
 
 def tensors_of(description: Any) -> Tensors | None:
@@ -419,8 +403,8 @@ def tensors_of(description: Any) -> Tensors | None:
     if not is_whole or not type(description[1]) is type(description[3]) is str:
         raise DecodeError("tensor", "a leaf is described by what is no description")
     kind, dtype, shape, device_type = description
-    check_shape(kind, shape)
-    return Tensors(dtype_named(dtype), shape, device_type, kind == _ARRAY)
+    tensors.check_shape(kind, shape)
+    return Tensors(tensors.dtype_named(dtype), shape, device_type, kind == _ARRAY)
 
 
 def flat_of(leaf: Any, op: str) -> torch.Tensor:
@@ -431,13 +415,13 @@ def flat_of(leaf: Any, op: str) -> torch.Tensor:
         import numpy as np  # noqa: PLC0415  # numpy is optional
 
         dtype = getattr(torch, leaf.dtype.name)
-        flat = describe_array(np.ascontiguousarray(leaf))[1].view(dtype)
-    return flat.to(operand_dtype(op, flat.dtype))
+        flat = tensors.describe_array(np.ascontiguousarray(leaf))[1].view(dtype)
+    return flat.to(operators.operand_dtype(op, flat.dtype))
 
 
 def room_for(about: Tensors, op: str, device: torch.device | str) -> tuple[Any, torch.Tensor]:
     """A fresh result and a flat view of its elements."""
-    dtype = result_dtype(op, about.dtype)
+    dtype = operators.result_dtype(op, about.dtype)
     with torch.inference_mode(mode=False):
         tensor = torch.empty(about.shape, dtype=dtype, device=device)
         return (tensor.numpy() if about.is_array else tensor), tensor.view(-1)
