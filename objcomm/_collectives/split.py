@@ -5,6 +5,7 @@ what one rank remembers and another does not would leave one waiting for the oth
 """
 
 import collections
+import functools
 import reprlib
 import threading
 import uuid
@@ -46,6 +47,7 @@ Members: TypeAlias = tuple[int, ...]
 
 # All that travels here is plain data, and taken by ranks that refuse pickles, or all but pickles.
 _CODEC = "msgpack"
+_call = functools.partial(Call, codec=_CODEC, accept=(_CODEC,))
 
 # How far torch may exceed its limit before we give up on it; its own error is more informative.
 _LONGER = 1.2
@@ -72,11 +74,11 @@ class _Children:
             weakref.WeakKeyDictionary()
         )
 
-    def living(self, parent: Any) -> dict[Members, Any]:
+    def living(self, parent: Any) -> "dict[Members, dist.ProcessGroup]":
         """Those that were not destroyed; what was is forgotten."""
         with self._lock:
             found = self._of.get(parent, {})
-            strong = {members: reference() for members, reference in found.items()}
+            strong: dict[Members, Any] = {each: found[each]() for each in found}
             living = {members: group for members, group in strong.items() if _is_there(group)}
             self._of[parent] = {members: found[members] for members in living}
             return living
@@ -136,11 +138,9 @@ def split(
         ['shard-0.parquet']
     """
     mine, place = _color(color), _integer("key", 0 if key is None else key)
-    made: dist.ProcessGroup
-    made = _divided(
+    return _divided(
         Operation.SPLIT, mine, place, _by_color, name=name, group=group, timeout=timeout
     )
-    return made
 
 
 def dup(*, name: str = "", group: GroupLike = None, timeout: Timeout = None) -> "dist.ProcessGroup":
@@ -171,10 +171,9 @@ def dup(*, name: str = "", group: GroupLike = None, timeout: Timeout = None) -> 
         >>> objcomm.world_size(mine) == objcomm.world_size()
         True
     """
-    made: dist.ProcessGroup = _divided(
+    return _divided(
         Operation.DUP, 0, 0, _by_color, name=name, group=group, timeout=timeout, is_always_new=True
     )
-    return made
 
 
 def node_group(
@@ -207,7 +206,6 @@ def node_group(
         >>> objcomm.all_gather("gpu 0", group=objcomm.node_group())
         ['gpu 0']
     """
-    made: dist.ProcessGroup
     made = _divided(
         Operation.NODE_GROUP, machine(), 0, _by_color, name=name, group=group, timeout=timeout
     )
@@ -272,14 +270,11 @@ def new_group(
         return cast("dist.ProcessGroup", None)  # accepted as ``group=``, which means this rank
     part: Any = whole.part(members)
     word = _Word(None, 0, uuid.uuid4().hex, [])
-    with Call(
-        operation, name=name, group=part, timeout=timeout, codec=_CODEC, accept=[_CODEC]
-    ) as call:
+    with _call(operation, name=name, group=part, timeout=timeout) as call:
         words = _told(call, word)
     everyone = tuple(range(part.size))
-    made: dist.ProcessGroup
     made = _connected(operation, name, (everyone, _name(everyone, words)), part, deadline)
-    return made
+    return cast("dist.ProcessGroup", made)
 
 
 def _members(ranks: Iterable[SupportsIndex], whole: Group) -> Members:
@@ -358,11 +353,9 @@ def leaders(
         ...     objcomm.all_gather("host 0", group=heads)
         ['host 0']
     """
-    made: dist.ProcessGroup
-    made = _divided(
+    return _divided(
         Operation.LEADERS, machine(), 0, _leaders, name=name, group=group, timeout=timeout
     )
-    return made
 
 
 def _color(color: object) -> int | str | None:
@@ -440,31 +433,31 @@ def _divided(
     group: GroupLike,
     timeout: Timeout,
     is_always_new: bool = False,
-) -> Any:
+) -> "dist.ProcessGroup":
     """This rank's part of a group, as a process group that all its members have."""
     called = operation.name.lower()
     deadline = resolve(group, called).deadline(called, timeout)
     parent = process_group_of(group) if is_initialized() else None
     living = _children.living(parent) if parent is not None and not is_always_new else {}
     word = _Word(color, key, uuid.uuid4().hex, [each.group_name for each in living.values()])
-    with Call(
-        operation, name=name, group=group, timeout=timeout, codec=_CODEC, accept=[_CODEC]
-    ) as call:
+    with _call(operation, name=name, group=group, timeout=timeout) as call:
         words = _told(call, word)
     if operation in (Operation.NODE_GROUP, Operation.LEADERS):
         resolve(group).hosts = tuple(str(word.color) for word in words)
     parts = {members: _name(members, words) for members in parts_of(words)}
     mine = next((members for members in parts if call.rank in members), None)
+    # Torch has no type for a rank outside, nor for there being no torch.distributed.
+    nothing = cast("dist.ProcessGroup", NOBODY if mine is None else None)
     if parent is None:
-        return NOBODY if mine is None else None
+        return nothing
     old = {each for known in words for each in known.names}
     if old.issuperset(parts.values()):
-        return NOBODY if mine is None else living[mine]
+        return nothing if mine is None else living[mine]
     is_lacking = mine is not None and parts[mine] not in old
     plan = (mine, parts[mine]) if mine is not None and is_lacking else None
     made = _connected(operation, name, plan, group, deadline)
     if made is None:
-        return NOBODY if mine is None else living[mine]
+        return nothing if mine is None else living[mine]
     if mine is not None and not is_always_new:
         _children.add(parent, mine, made)
     return made
@@ -518,12 +511,12 @@ def _connected(
     plan: tuple[Members, str] | None,
     group: GroupLike,
     deadline: Deadline,
-) -> Any:
+) -> "dist.ProcessGroup | None":
     """The new process group of ``plan``, once every rank of ``group`` has made its own.
 
     Every rank of ``group`` calls this if any needs a new one; a rank with no plan gets None.
     """
-    made: list[Any] = []
+    made: list[dist.ProcessGroup] = []
 
     def check_room(_: None) -> None:
         if plan is not None:
@@ -534,18 +527,11 @@ def _connected(
             raise failed.pop()  # from no variable: an error's traceback holds its frame
 
     failed: list[BaseException] = []
+    begin = functools.partial(_call, operation, name=name, group=group)
     # A rank may have had every word, and not all have had its own: connecting waits in C++, so it
     # begins when all ranks are known to come, and to have room for it. It is part of this call, so
     # that others are told where this rank is.
-    with Call(
-        operation,
-        name=name,
-        group=group,
-        timeout=deadline.seconds_left,
-        codec=_CODEC,
-        accept=[_CODEC],
-        must_agree="meet",
-    ) as call:
+    with begin(timeout=deadline.seconds_left, must_agree="meet") as call:
         all_gather_in(call, None, check=check_room)()
         try:
             if plan is not None:
@@ -553,15 +539,7 @@ def _connected(
         except BaseException as error:  # noqa: BLE001  # raised in ``check``, which tells the others
             failed.append(error)
     try:
-        with Call(
-            operation,
-            name=name,
-            group=group,
-            timeout=deadline.seconds_left,
-            codec=_CODEC,
-            accept=[_CODEC],
-            must_agree="connect",
-        ) as call:
+        with begin(timeout=deadline.seconds_left, must_agree="connect") as call:
             all_gather_in(call, None, check=check)()
     except BaseException:
         for each in made:

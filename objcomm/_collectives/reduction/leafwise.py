@@ -263,13 +263,8 @@ class TreeReduction:
             else:
                 folded.append(self._fold(structure, at, leaf, values))
         is_same = all(each == structure for each in given)
-        linked = {each[2] for each in found}
-        answer = Answer(
-            None if is_same else structure,
-            folded,
-            following,
-            linked.pop() if len(linked) == 1 else "",
-        )
+        linked, *others = {each for _, _, each in found}
+        answer = Answer(None if is_same else structure, folded, following, "" if others else linked)
         return received(answer, self._place()) if self._operator.may_lack else answer
 
     def _own_leaves(self) -> list[Any]:
@@ -297,9 +292,7 @@ class TreeReduction:
         on_device: list[Part] = []
         for at, ranks in answer.following:
             _, description, own = leaves[at]
-            about = tensors_of(description)
-            if about is None:
-                raise UsageError("an answer names a leaf that is no tensor")
+            about: Any = tensors_of(description)  # checked: only tensors follow
             where = None
             if not about.is_array and len(ranks) == exchange.size:
                 where = exchange.device.joined(about.device_type, answer.linked)
