@@ -95,7 +95,8 @@ class _Comparison:
         is_alike = left.dtype == right.dtype and left.shape == right.shape
         if is_alike and left.dtype.hasobject:
             return self.compare(left.tolist(), right.tolist(), path)
-        return _unless(is_alike and _are_same_elements(left, right), left, right, path)
+        is_same = is_alike and (left.tobytes() == right.tobytes() or _are_equal(left, right))
+        return _unless(is_same, left, right, path)
 
     def _compare_mappings(
         self, left: Mapping[Any, Any], right: Mapping[Any, Any], path: str
@@ -172,8 +173,7 @@ def _are_same_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
         return False
     if left.is_meta or right.is_meta:
         return left.is_meta == right.is_meta
-    left, right = (_dense(tensor) for tensor in (left, right))
-    return bool(((left == right) | ((left != left) & (right != right))).all())  # noqa: PLR0124  # nan
+    return _are_equal(_dense(left), _dense(right))
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,11 +186,9 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
-def _are_same_elements(left: Any, right: Any) -> bool:
-    if left.tobytes() == right.tobytes():
-        return True
-    same = (left == right) | ((left != left) & (right != right))  # noqa: PLR0124  # nan
-    return bool(same.all())
+def _are_equal(left: Any, right: Any) -> bool:
+    """Element by element; nan is the same as nan."""
+    return bool(((left == right) | ((left != left) & (right != right))).all())  # noqa: PLR0124
 
 
 def _keys(keys: Sequence[object]) -> str:

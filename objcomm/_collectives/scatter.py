@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from functools import partial
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 from objcomm._algorithms import routes
 from objcomm._calls.call import Call
 from objcomm._calls.work import Work
 from objcomm._collectives.broadcast import SourceAsync, SourceMaybeAsync, SourceSync
+from objcomm._collectives.gather import decode_others
 from objcomm._collectives.reduction.operators import (
     NamedOperator,
     Op,
@@ -138,11 +140,7 @@ def scatter_in(call: Call, produce: Callable[[], Iterable[T] | None]) -> Callabl
     def rest() -> T:
         with call.exchange as exchange:
             message = routes.scatter(exchange, messages, call.root)
-        if call.is_root:
-            call.result([message])
-            return own[0]
-        result: T = call.result([message], call.decode, message)
-        return result
+        return call.result([message], lambda: own[0] if call.is_root else call.decode(message))
 
     return rest
 
@@ -231,13 +229,7 @@ def _all_to_all(call: Call, objs: Iterable[T]) -> Callable[[], list[T]]:
     def rest() -> list[T]:
         with call.exchange as exchange:
             arrived = routes.all_to_all(exchange, messages)
-        return call.result(
-            arrived,
-            lambda: [
-                own[0] if peer == call.rank else call.decode(message)
-                for peer, message in enumerate(arrived)
-            ],
-        )
+        return call.result(arrived, lambda: decode_others(call, arrived, own[0]))
 
     return rest
 
@@ -336,22 +328,20 @@ def reduce_scatter(
         return call.later(rest) if async_op else rest()
 
 
-def _reduce_scatter(call: Call, operator: Operator, objs: Iterable[T]) -> Callable[[], T]:
+def _reduce_scatter(call: Call, operator: Operator, objs: Iterable[Any]) -> Callable[[], Any]:
     if call.is_alone:
-        return lambda: _reduced_alone(call, operator, objs)
+        return lambda: call.alone(partial(operator.alone, _alone(call, lambda: objs)))
     own: list[Any] = []
     messages = _encode_each(call, lambda: objs, own, operator)
 
-    def rest() -> T:
+    def rest() -> Any:
         with call.exchange as exchange:
             arrived = routes.all_to_all(exchange, messages)
-            can_fold = not any(each.header.status == Status.FAILURE for each in arrived)
             folded: Any = None
-            if can_fold:
+            if not any(each.header.status == Status.FAILURE for each in arrived):
                 folded = _folded(call, operator, arrived, own[0])
                 call.confirm()
-        result: T = call.result(arrived, lambda: folded)
-        return result
+        return call.result(arrived, lambda: folded)
 
     return rest
 
@@ -372,12 +362,6 @@ def _alone(call: Call, produce: Callable[[], Iterable[T] | None]) -> T:
     """The one object of a world of one, where a wrong number of them can be nobody else's fault."""
     objs = call.alone(produce)
     return _checked(call, objs, call.alone(lambda: _members(call, objs)))[0]
-
-
-def _reduced_alone(call: Call, operator: Operator, objs: Iterable[T]) -> T:
-    mine = _alone(call, lambda: objs)
-    result: T = call.alone(lambda: operator.alone(mine))
-    return result
 
 
 def one_each(call: Call, objs: Iterable[T] | None) -> list[T]:
