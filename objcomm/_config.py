@@ -106,6 +106,18 @@ class MaybeAsync(TypedDict):
     async_op: bool
 
 
+class WithSource(TypedDict, total=False):
+    """The keyword of a call that has a source."""
+
+    group_src: int | None
+
+
+class WithDestination(TypedDict, total=False):
+    """The keyword of a call that has a destination."""
+
+    group_dst: int | None
+
+
 class SyncOptions(Options, Sync):
     """The keywords of a call that returns its result."""
 

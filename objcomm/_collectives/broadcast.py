@@ -19,28 +19,23 @@ from objcomm._config import (
     ShownMaybeAsyncOptions,
     ShownSyncOptions,
     Timeout,
+    WithSource,
 )
 from objcomm._wire.header import Operation, Status
 
 T = TypeVar("T")
 
 
-class SourceSync(ShownSyncOptions, total=False):
+class SourceSync(ShownSyncOptions, WithSource):
     """The keywords of a call that has a source and returns its result."""
 
-    group_src: int | None
 
-
-class SourceAsync(ShownAsyncOptions, total=False):
+class SourceAsync(ShownAsyncOptions, WithSource):
     """The keywords of a call that has a source and returns a work."""
 
-    group_src: int | None
 
-
-class SourceMaybeAsync(ShownMaybeAsyncOptions, total=False):
+class SourceMaybeAsync(ShownMaybeAsyncOptions, WithSource):
     """The keywords of a call that has a source and returns a work or its result."""
-
-    group_src: int | None
 
 
 @overload

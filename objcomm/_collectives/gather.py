@@ -20,6 +20,7 @@ from objcomm._config import (
     ShownMaybeAsyncOptions,
     ShownSyncOptions,
     Timeout,
+    WithDestination,
 )
 from objcomm._wire.header import Operation
 from objcomm._wire.message import Message
@@ -29,22 +30,16 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-class DestinationSync(ShownSyncOptions, total=False):
+class DestinationSync(ShownSyncOptions, WithDestination):
     """The keywords of a call that has a destination and returns its result."""
 
-    group_dst: int | None
 
-
-class DestinationAsync(ShownAsyncOptions, total=False):
+class DestinationAsync(ShownAsyncOptions, WithDestination):
     """The keywords of a call that has a destination and returns a work."""
 
-    group_dst: int | None
 
-
-class DestinationMaybeAsync(ShownMaybeAsyncOptions, total=False):
+class DestinationMaybeAsync(ShownMaybeAsyncOptions, WithDestination):
     """The keywords of a call that has a destination and returns a work or its result."""
-
-    group_dst: int | None
 
 
 @overload

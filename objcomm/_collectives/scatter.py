@@ -10,13 +10,7 @@ from objcomm._calls.call import Call
 from objcomm._calls.work import Work
 from objcomm._collectives.broadcast import SourceAsync, SourceMaybeAsync, SourceSync
 from objcomm._collectives.gather import decode_others
-from objcomm._collectives.reduction.operators import (
-    NamedOperator,
-    Op,
-    Operator,
-    OpLike,
-    operator_for,
-)
+from objcomm._collectives.reduction.operators import Operator, OpLike, operator_for
 from objcomm._config import (
     Allowed,
     AsyncOptions,
@@ -256,7 +250,7 @@ def reduce_scatter(
 ) -> T | Work[T]: ...
 def reduce_scatter(
     objs: Iterable[T],
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
+    op: OpLike[T] = "sum",
     *,
     name: str = "",
     group: GroupLike = None,

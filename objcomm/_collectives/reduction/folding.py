@@ -98,10 +98,9 @@ class Folding:
         hub = routes.HUB if root is None else root
         if _may_meet(exchange, self._operator):
             folded = self._fold_if_small(routes.gather_heads(exchange, self._own.mine, hub))
-            answer = folded
-            if folded is None or root is not None:
-                status = Status.TREE if folded is None else Status.VALUE
-                answer = self._call.announcement(status)
+            answer = folded if root is None else None
+            if answer is None:
+                answer = self._call.announcement(Status.VALUE if folded else Status.TREE)
             answer = routes.broadcast(exchange, answer, hub)
             if answer.header.status != Status.TREE:
                 return answer if root is None else folded
@@ -218,12 +217,10 @@ class Scanning:
         answer = self._call.failures(heads)
         if answer is None and any(head.header.nbytes > _SMALL_NBYTES for head in heads):
             answer = self._call.announcement(Status.TREE)
-        if answer is None:
-            try:
-                return self._prefixes(heads)
-            except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
-                answer = self._call.failure(error)
-        return [answer] * len(heads)
+        try:
+            return [answer] * len(heads) if answer else self._prefixes(heads)
+        except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
+            return [self._call.failure(error)] * len(heads)
 
     def _prefixes(self, heads: list[Message]) -> list[Message]:
         call, operator, combined = self._call, self._operator, self._own.obj

@@ -151,19 +151,16 @@ def _check_following(following: Sequence[Any], leaves: Sequence[Leaf], place: De
 
 
 def _are_ranks(ranks: Any, size: int) -> bool:
-    return (
-        isinstance(ranks, (tuple, list))
-        and len(ranks) > 0
-        and all(type(rank) is int and 0 <= rank < size for rank in ranks)
-        and list(ranks) == sorted(set(ranks))
-    )
+    if not isinstance(ranks, (tuple, list)) or {type(rank) for rank in ranks} != {int}:
+        return False
+    return list(ranks) == sorted(set(ranks)) and ranks[0] >= 0 and bool(ranks[-1] < size)
 
 
 def alone(operator: Operator, obj: Any) -> Any:
     """The reduction of a single operand."""
     structure, values = structures.describe(obj, operator, 0)
     _, leaves = structures.merge([structure], may_lack=False)
-    results = [_folded(operator, *each) for each in zip(leaves, zip(values), strict=True)]
+    results = [_folded(operator, leaf, [value]) for leaf, value in zip(leaves, values, strict=True)]
     return structures.rebuild(structure, obj, results)
 
 
@@ -174,33 +171,38 @@ class TreeReduction:
         """Describe this rank's operand; an error becomes its failure."""
         self._call = call
         self._operator = operator
+        self._root = root
         self._own: Any = None
-        self._structure: Any = None
         self._described: list[Any] = []
         self._given: list[Any] = []
-        self._may_follow = operator.may_lack
+        self._place = Destination(
+            structure=None,
+            rank=call.rank,
+            size=call.size,
+            is_taker=root in {None, call.rank},
+            may_follow=operator.may_lack,
+            linked=call.exchange.device.linked,
+            most_nbytes=settings().max_nbytes,
+        )
         self._mine = call.message(obj, self._describe)
         self._answer: Answer | None = None
         self._followed: dict[int, Any] = {}
-        self._root = root
-        self._is_taker = root in {None, call.rank}
 
     def _describe(self, obj: Any) -> tuple[Any, list[Any], str]:
         structure, leaves = structures.describe(obj, self._operator, self._call.rank)
-        self._structure = structure
+        self._place = self._place._replace(structure=structure)
         self._locks = [resize_locks(leaf) for leaf in leaves]
         # Containers of its own: an asynchronous call's caller may change theirs meanwhile.
         self._own = structures.rebuild(structure, obj, leaves)
         self._described = described = [each for _, each, _ in structures.walk(structure)]
         nbytes = sum(about.nbytes for about in map(tensors_of, described) if about is not None)
-        exchange = self._call.exchange
         # What travels outside of messages is not signed.
-        if nbytes > _INLINE_NBYTES and exchange.gate.signer is None:
-            self._may_follow = True
+        if nbytes > _INLINE_NBYTES and self._call.exchange.gate.signer is None:
+            self._place = self._place._replace(may_follow=True)
             pairs = zip(leaves, described, strict=True)
             leaves = [value if tensors_of(each) is None else None for value, each in pairs]
         self._given = leaves
-        return structure, leaves, exchange.device.linked
+        return structure, leaves, self._place.linked
 
     def run(self, exchange: Exchange) -> Message:
         """The traffic: all results to ``root``, or to all ranks if it is None."""
@@ -213,45 +215,30 @@ class TreeReduction:
             return tuple(found if root is None else found._replace(folded=()))
 
         message = answered(self._call, exchange, self._mine, answer, hub)
-        if self._may_follow and message.header.status == Status.VALUE:
+        if self._place.may_follow and message.header.status == Status.VALUE:
             self._follow(exchange, self._read(message))
         return message
 
     def value(self, message: Message) -> Any:
         """The result on a rank that gets one, else None."""
         self._call.raise_failures([message])
-        if not self._is_taker:
+        if not self._place.is_taker:
             return None
         answer = self._read(message)
-        folded = iter(answer.folded)
-        results = [
-            self._followed[at] if at in self._followed else next(folded)
-            for at in range(len(answer.folded) + len(answer.following))
-        ]
-        return structures.rebuild(answer.structure or self._structure, self._own, results)
+        followed, folded = self._followed, iter(answer.folded)
+        count = len(answer.folded) + len(answer.following)
+        results = [followed[at] if at in followed else next(folded) for at in range(count)]
+        return structures.rebuild(answer.structure or self._place.structure, self._own, results)
 
     def _read(self, message: Message) -> Answer:
         if self._answer is None:
-            self._answer = received(self._call.decode(message), self._place())
+            self._answer = received(self._call.decode(message), self._place)
         return self._answer
 
-    def _place(self) -> Destination:
-        return Destination(
-            structure=self._structure,
-            rank=self._call.rank,
-            size=self._call.size,
-            is_taker=self._is_taker,
-            may_follow=self._may_follow,
-            linked=self._call.exchange.device.linked,
-            most_nbytes=settings().max_nbytes,
-        )
-
     def _merged(self, messages: list[Message]) -> Answer:
-        found: list[tuple[Any, list[Any], str]] = [
-            (self._structure, self._own_leaves(), self._call.exchange.device.linked)
-            if message is self._mine
-            else operand(self._call.decode(message))
-            for message in messages
+        own = self._place.structure, self._own_leaves(), self._place.linked
+        found = [
+            own if each is self._mine else operand(self._call.decode(each)) for each in messages
         ]
         given = [structure for structure, _, _ in found]
         structure, leaves = structures.merge(given, may_lack=self._operator.may_lack)
@@ -265,12 +252,12 @@ class TreeReduction:
         is_same = all(each == structure for each in given)
         linked, *others = {each for _, _, each in found}
         answer = Answer(None if is_same else structure, folded, following, "" if others else linked)
-        return received(answer, self._place()) if self._operator.may_lack else answer
+        return received(answer, self._place) if self._operator.may_lack else answer
 
     def _own_leaves(self) -> list[Any]:
         """As the others' come; an operator may change what it gets."""
         return [
-            self._call.copy(value) if structures.is_object(each) else value
+            self._call.copy(value) if structures.kind_of(each) == structures.OBJECT else value
             for value, each in zip(self._given, self._described, strict=True)
         ]
 
@@ -286,7 +273,7 @@ class TreeReduction:
 
     def _follow(self, exchange: Exchange, answer: Answer) -> None:
         """Combine the large leaves, on all ranks together."""
-        leaves = list(structures.walk(answer.structure or self._structure, self._own))
+        leaves = list(structures.walk(answer.structure or self._place.structure, self._own))
         rooms = {}
         on_host: list[Part] = []
         on_device: list[Part] = []
@@ -310,7 +297,9 @@ class TreeReduction:
         op = self._operator.name
         dtype = operators.operand_dtype(op, about.dtype)
         wide = operators.wide_dtype(op, about.dtype, self._operator.dtype)
-        result, flat = structures.room_for(about, op, where) if self._is_taker else (None, None)
+        result, flat = (
+            structures.room_for(about, op, where) if self._place.is_taker else (None, None)
+        )
         part = Part(
             None if own is structures.ABSENT else structures.flat_of(own, op).to(where),
             flat,
@@ -335,7 +324,7 @@ def _folded(operator: Operator, leaf: Leaf, values: Sequence[Any]) -> Any:
         operators.combine_tensors(op, [flat.to(into.device) for flat in flats], into, wide)
         return result
     pairs = zip(ranks, values, strict=True)
-    if structures.is_constant(leaf.description):
+    if structures.kind_of(leaf.description) == structures.CONSTANT:
         for rank, value in pairs:
             if type(value) is not type(values[0]) or value != values[0]:
                 raise DifferenceError("", (ranks[0], rank), f"{values[0]!r} and {value!r}")

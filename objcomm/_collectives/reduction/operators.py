@@ -204,10 +204,11 @@ def _operator_of(op: object) -> Operator | None:
     return _NAMED.get(op) if isinstance(op, str) else None
 
 
-def _numpy() -> Any:
-    import numpy  # noqa: PLC0415  # it is optional
+def numpy() -> Any:
+    """It is optional."""
+    import numpy as np  # noqa: PLC0415  # not sooner
 
-    return numpy
+    return np
 
 
 def is_numpy(obj: object) -> bool:
@@ -254,7 +255,7 @@ def _alike(combine: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         _must_match(_form_of(left), _form_of(right))
         combined = combine(left, right)
         # NumPy turns arrays without dimensions into scalars.
-        return combined if is_array(combined) else _numpy().asarray(combined)
+        return combined if is_array(combined) else numpy().asarray(combined)
 
     return checked
 
@@ -269,7 +270,7 @@ def _without_wrapping(combine: Callable[[Any, Any], Any]) -> Callable[[Any, Any]
         exact = combine(*plain)
         if type(left) is not type(right):
             return exact
-        limits = _numpy().iinfo(left.dtype)
+        limits = numpy().iinfo(left.dtype)
         return type(left)(exact) if limits.min <= exact <= limits.max else exact
 
     return combined
@@ -310,7 +311,7 @@ def _to_average(obj: Any, _: int = 0) -> Any:
         return _Sum(_form_of(obj), obj.dtype, obj.to(wide_dtype("mean", obj.dtype, None)))
     if is_numpy(obj):
         # At least double: a long double and a complex number stay what they are.
-        double = _numpy().promote_types(obj.dtype, "float64")
+        double = numpy().promote_types(obj.dtype, "float64")
         return _Sum(_form_of(obj), obj.dtype, obj.astype(double))
     return _Sum("a number", None, obj)
 
@@ -331,7 +332,7 @@ def _average(combined: _Sum, size: int) -> Any:
         return mean.to(result_dtype("mean", dtype))
     if dtype.kind in "fc":
         mean = mean.astype(dtype)
-    return _numpy().asarray(mean) if is_array(combined.total) else mean
+    return numpy().asarray(mean) if is_array(combined.total) else mean
 
 
 def _truth(obj: Any, _: int = 0) -> Any:
@@ -354,7 +355,7 @@ def _is_taken(is_better: Callable[[Any, Any], Any], left: Any, right: Any) -> An
 def _chosen(is_taken: Any, left: Any, right: Any) -> Any:
     if not is_array(left):
         return right if is_taken else left
-    where = torch.where if isinstance(left, torch.Tensor) else _numpy().where
+    where = torch.where if isinstance(left, torch.Tensor) else numpy().where
     return where(is_taken, right, left)
 
 
@@ -362,22 +363,18 @@ def _extreme(is_better: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return lambda left, right: _chosen(_is_taken(is_better, left, right), left, right)
 
 
-_Located = tuple[Any, Any]
-
-
-def _located(obj: Any, rank: int) -> _Located:
+def _located(obj: Any, rank: int) -> Any:
+    """An operand and, for each of its elements, whose it is."""
     obj = _combinable(obj)
     if isinstance(obj, torch.Tensor):
         return obj, torch.full_like(obj, rank, dtype=torch.int64)
-    return obj, _numpy().full(obj.shape, rank, "int64") if is_array(obj) else rank
+    return obj, numpy().full(obj.shape, rank, "int64") if is_array(obj) else rank
 
 
-def _located_extreme(
-    is_better: Callable[[Any, Any], Any],
-) -> Callable[[_Located, _Located], _Located]:
-    def combine(left: _Located, right: _Located) -> _Located:
+def _located_extreme(is_better: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def combine(left: Any, right: Any) -> Any:
         is_taken = _is_taken(is_better, left[0], right[0])
-        return _chosen(is_taken, left[0], right[0]), _chosen(is_taken, left[1], right[1])
+        return tuple(_chosen(is_taken, *each) for each in zip(left, right, strict=True))
 
     return combine
 
@@ -389,10 +386,8 @@ def _sequence(obj: Any, _: int = 0) -> Any:
     if isinstance(obj, torch.Tensor):
         return obj.detach()
     if not is_array(obj) and not isinstance(obj, _SEQUENCES):
-        raise UsageError(
-            "concat joins lists, tuples, texts, bytes, tensors and arrays, "
-            f"not a {type(obj).__name__}"
-        )
+        kinds = "lists, tuples, texts, bytes, tensors and arrays"
+        raise UsageError(f"concat joins {kinds}, not a {type(obj).__name__}")
     return obj
 
 
@@ -407,7 +402,7 @@ def _concatenated(left: Any, right: Any) -> Any:
         return left + right
     _must_match(_form_of_rows(left), _form_of_rows(right))
     is_tensor = isinstance(left, torch.Tensor)
-    return torch.cat([left, right]) if is_tensor else _numpy().concatenate([left, right])
+    return torch.cat([left, right]) if is_tensor else numpy().concatenate([left, right])
 
 
 def _form_of_rows(obj: Any) -> str:
@@ -547,8 +542,7 @@ def combine_tensors(
     combine: Any = _NAMED[op].elementwise
     for target, first, *others in _chunks(into, operands):
         if others and op != "mean" and wide == first.dtype == into.dtype:
-            combine(first, others.pop(0), out=target)
-            total = target
+            total = combine(first, others.pop(0), out=target)
         else:
             total = first.to(wide, copy=True)
         for other in others:

@@ -7,7 +7,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
@@ -15,26 +15,16 @@ from objcomm._calls.call import Call
 from objcomm._calls.work import Work
 from objcomm._collectives.reduction.folding import Folding, Scanning
 from objcomm._collectives.reduction.leafwise import TreeReduction, alone
-from objcomm._collectives.reduction.operators import (
-    Extreme,
-    NamedOperator,
-    Op,
-    Operator,
-    OpLike,
-    operator_for,
-)
+from objcomm._collectives.reduction.operators import Extreme, Operator, OpLike, operator_for
 from objcomm._config import (
     Allowed,
-    Async,
     AsyncOptions,
     DeviceLike,
     GroupLike,
-    MaybeAsync,
     MaybeAsyncOptions,
-    Options,
-    Sync,
     SyncOptions,
     Timeout,
+    WithDestination,
 )
 from objcomm._wire.header import Operation
 
@@ -43,30 +33,27 @@ T = TypeVar("T")
 Missing = Literal["error", "skip"]
 
 
-class _Reduction(Options, total=False):
+class _Keywords(TypedDict, total=False):
     dtype: torch.dtype | None
     missing: Missing
 
 
-class _Sync(_Reduction, Sync): ...
+class _Sync(SyncOptions, _Keywords): ...
 
 
-class _Async(_Reduction, Async): ...
+class _Async(AsyncOptions, _Keywords): ...
 
 
-class _MaybeAsync(_Reduction, MaybeAsync): ...
+class _MaybeAsync(MaybeAsyncOptions, _Keywords): ...
 
 
-class _SyncTo(_Sync, total=False):
-    group_dst: int | None
+class _SyncTo(_Sync, WithDestination): ...
 
 
-class _AsyncTo(_Async, total=False):
-    group_dst: int | None
+class _AsyncTo(_Async, WithDestination): ...
 
 
-class _MaybeAsyncTo(_MaybeAsync, total=False):
-    group_dst: int | None
+class _MaybeAsyncTo(_MaybeAsync, WithDestination): ...
 
 
 @overload
@@ -107,7 +94,7 @@ def reduce(
 ) -> T | Work[T | Any] | Any: ...
 def reduce(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
+    op: OpLike[T] = "sum",
     dst: int | None = None,
     *,
     group_dst: int | None = None,
@@ -225,7 +212,7 @@ def all_reduce(obj: T, op: OpLike[T] = "sum", **options: Unpack[_Async]) -> Work
 def all_reduce(obj: T, op: OpLike[T] = "sum", **options: Unpack[_MaybeAsync]) -> T | Work[T]: ...
 def all_reduce(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
+    op: OpLike[T] = "sum",
     *,
     dtype: torch.dtype | None = None,
     missing: Missing = "error",
@@ -309,7 +296,7 @@ def scan(obj: T, op: OpLike[T] = "sum", **options: Unpack[AsyncOptions]) -> Work
 def scan(obj: T, op: OpLike[T] = "sum", **options: Unpack[MaybeAsyncOptions]) -> T | Work[T]: ...
 def scan(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
+    op: OpLike[T] = "sum",
     *,
     name: str = "",
     group: GroupLike = None,
@@ -395,7 +382,7 @@ def exscan(
 ) -> T | Work[T | None] | None: ...
 def exscan(
     obj: T,
-    op: Callable[[T, T], T] | Op[T] | NamedOperator = "sum",
+    op: OpLike[T] = "sum",
     *,
     name: str = "",
     group: GroupLike = None,

@@ -33,7 +33,7 @@ ABSENT = object()
 #: The kind of each container on the way to a leaf, and the key there.
 Path: TypeAlias = tuple[tuple[str, Any], ...]
 
-_NUMBER, _CONSTANT, _OBJECT = "number", "constant", "object"
+_NUMBER, CONSTANT, OBJECT = "number", "constant", "object"
 _TENSOR, _ARRAY = "tensor", "array"
 _CONSTANTS = (str, bytes, enum.Enum, type(None), torch.dtype, torch.device)
 # The keys of a mapping may differ in order, and be missing on some ranks.
@@ -117,13 +117,13 @@ def _described(obj: Any, path: Path, operator: Operator, rank: int) -> tuple[Any
     if operator.name in {"any", "all"} and not is_arraylike:
         return _NUMBER, bool(obj)
     if path and isinstance(obj, _CONSTANTS):
-        return _CONSTANT, obj
+        return CONSTANT, obj
     try:
         operator.prepare(obj, rank)
     except UsageError as error:
         raise UsageError(f"{text_of(path)}: {error}") from error
     is_number = isinstance(obj, numbers.Number)
-    return (_NUMBER if is_number else (_OBJECT, _type_name(obj))), obj
+    return (_NUMBER if is_number else (OBJECT, _type_name(obj))), obj
 
 
 def text_of(path: Path) -> str:
@@ -142,14 +142,9 @@ def _is_leaf(node: Any) -> bool:
     return len(node) == len(("number", "description"))
 
 
-def is_object(description: Any) -> bool:
-    """Whether the leaf is none of the kinds that this module knows."""
-    return type(description) is tuple and bool(description[0] == _OBJECT)
-
-
-def is_constant(description: Any) -> bool:
-    """Whether the leaf passes through, if it is equal on all ranks."""
-    return bool(description == _CONSTANT)
+def kind_of(description: Any) -> str:
+    """Whether it is of a number, a constant, another object, a tensor or an array."""
+    return description if isinstance(description, str) else str(description[0])
 
 
 def walk(node: Any, own: Any = ABSENT, path: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
@@ -202,8 +197,7 @@ class _Merging:
         (lowest, first), *others = nodes.items()
         for rank, node in others:
             if _form_of(node) != _form_of(first):
-                reason = f"{_form_text(first)} and {_form_text(node)}"
-                raise DifferenceError(text_of(path), (lowest, rank), reason)
+                _differ(path, lowest, rank, f"{_form_text(first)} and {_form_text(node)}")
         if _is_leaf(first):
             self.leaves.append(Leaf(first[1], {rank: node[0] for rank, node in nodes.items()}))
             return len(self.leaves) - 1, first[1]
@@ -211,7 +205,7 @@ class _Merging:
         if len(nodes) < self._size and type_name not in _MADE:
             lacking = next(rank for rank in range(self._size) if rank not in nodes)
             reason = f"only mappings, lists and tuples can be filled in, not {type_name}"
-            raise DifferenceError(text_of(path), _in_order(lowest, lacking), reason)
+            _differ(path, lowest, lacking, reason)
         members = {rank: dict(zip(node[2], node[3], strict=True)) for rank, node in nodes.items()}
         children: dict[Any, Any] = {}
         for key in dict.fromkeys(itertools.chain.from_iterable(members.values())):
@@ -220,14 +214,13 @@ class _Merging:
             if len(having) < len(members) and not (self._may_lack and kind == _MAPPING):
                 lacking = next(rank for rank in members if rank not in having)
                 reason = f"rank {lacking} has no such member; give it, or pass missing='skip'"
-                ranks = _in_order(next(iter(having)), lacking)
-                raise DifferenceError(text_of(step), ranks, reason)
+                _differ(step, next(iter(having)), lacking, reason)
             children[key] = self.node(having, step)
         return kind, type_name, tuple(children), tuple(children.values())
 
 
-def _in_order(one: int, other: int) -> tuple[int, int]:
-    return min(one, other), max(one, other)
+def _differ(path: Path, one: int, other: int, reason: str) -> NoReturn:
+    raise DifferenceError(text_of(path), (min(one, other), max(one, other)), reason)
 
 
 def _form_of(node: Any) -> Any:
@@ -304,9 +297,9 @@ def _check(node: Any, leaves: list[Leaf], budget: Budget) -> None:
 def _is_plain(description: Any) -> bool:
     """Whether it describes a leaf that is neither a tensor nor an array."""
     if type(description) is str:
-        return description in {_NUMBER, _CONSTANT}
+        return description in {_NUMBER, CONSTANT}
     is_pair = type(description) is tuple and [type(each) for each in description] == [str, str]
-    return is_pair and bool(description[0] == _OBJECT)
+    return is_pair and bool(description[0] == OBJECT)
 
 
 def _is_key(key: Any) -> bool:
@@ -395,12 +388,10 @@ def tensors_of(description: Any) -> Tensors | None:
     Raises:
         DecodeError: another rank's says what no rank would.
     """
-    if type(description) is not tuple or not description:
+    types = [type(each) for each in description] if type(description) is tuple else []
+    if types[:1] != [str] or description[0] not in {_TENSOR, _ARRAY}:
         return None
-    if type(description[0]) is not str or description[0] not in {_TENSOR, _ARRAY}:
-        return None
-    is_whole = len(description) == len(Tensors._fields)
-    if not is_whole or not type(description[1]) is type(description[3]) is str:
+    if types != [str, str, tuple, str]:
         raise DecodeError("tensor", "a leaf is described by what is no description")
     kind, dtype, shape, device_type = description
     tensors.check_shape(kind, shape)
@@ -412,10 +403,8 @@ def flat_of(leaf: Any, op: str) -> torch.Tensor:
     if isinstance(leaf, torch.Tensor):
         flat = leaf.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     else:
-        import numpy as np  # noqa: PLC0415  # numpy is optional
-
-        dtype = getattr(torch, leaf.dtype.name)
-        flat = tensors.describe_array(np.ascontiguousarray(leaf))[1].view(dtype)
+        in_order = operators.numpy().ascontiguousarray(leaf)
+        flat = tensors.describe_array(in_order)[1].view(tensors.dtype_named(leaf.dtype.name))
     return flat.to(operators.operand_dtype(op, flat.dtype))
 
 
