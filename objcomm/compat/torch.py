@@ -447,9 +447,12 @@ def check_calls(*, is_on: bool) -> None:
     Every rank must say the same. It costs a small call some hundred microseconds; ``objcomm.check``
     does it for objcomm's own calls.
     """
-    _met_first.clear()
-    if is_on:  # in the other operations every rank waits for every other one anyway
-        _met_first.update({Operation.BROADCAST, Operation.GATHER, Operation.SCATTER})
+    # In the other operations every rank waits for every other one anyway.
+    one_sided = {Operation.BROADCAST, Operation.GATHER, Operation.SCATTER}
+    if is_on:
+        _met_first.update(one_sided)
+    else:
+        _met_first.clear()
 
 
 def _check_root(name: str, joined: Group, root: int | None, group_root: int | None) -> None:
