@@ -92,6 +92,16 @@ def test_models_that_differ_are_refused_by_every_function_of_models() -> None:
     assert_group_works()
 
 
+@ranks(2)
+@pytest.mark.parametrize("name", ["sync_model", "broadcast_model", "wrap"])
+def test_what_is_not_a_model_on_one_rank_is_raised_on_all(name: str) -> None:
+    model: Any = None if objcomm.rank() == 1 else nn.Linear(3, 2)
+    call: Callable[[Any], object] = getattr(objcomm.models, name)
+    with pytest.raises(CollectiveError, match="'NoneType' object has no attribute 'named_"):
+        call(model)
+    assert_group_works()
+
+
 def unusable() -> Iterator[tuple[str, Any, str]]:
     sparse = nn.Embedding(4, 2, sparse=True)
     sparse(torch.tensor([1])).sum().backward()
