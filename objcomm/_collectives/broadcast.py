@@ -149,7 +149,11 @@ def broadcast_in(call: Call, obj: T, check: Callable[[T], T] | None = None) -> C
     def rest() -> T:
         with call.exchange as exchange:
             message = routes.broadcast(exchange, mine, call.root)
-        return call.result([message], lambda: obj if call.is_root else call.decode(message))
+        if call.is_root:
+            call.result([message])
+            return obj
+        result: T = call.result([message], call.decode, message)
+        return result
 
     return rest
 
