@@ -225,7 +225,7 @@ class Channel:
                     return each
                 each.absolve(thread)
                 end_elsewhere(each.verdict)
-                raise each.verdict.error(operation)
+                raise each.verdict.error(operation, each.last_position(thread))
             mesh = self._mesh
             if mesh is None or mesh.verdict is not None:
                 mesh = self._mesh = self._renewed(operation, mesh)

@@ -41,7 +41,7 @@ from objcomm._transport.store import pack_record, reason_of
 from objcomm._transport.threads import OnceThread
 from objcomm._wire.header import Header, fingerprint
 from objcomm._wire.signing import environment_secret
-from objcomm.errors import ObjcommError, text_of
+from objcomm.errors import ObjcommError, Position, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -420,6 +420,12 @@ class Mesh:
         """Whether this thread has."""
         lanes = tuple(self.lanes.values())
         return any(lane.owes and lane.is_of(thread) for lane in lanes)
+
+    def last_position(self, thread: threading.Thread) -> Position | None:
+        """Where this thread made its last call over these connections; None if it has made none."""
+        lanes = tuple(self.lanes.values())
+        past = [lane.past[-1] for lane in lanes if lane.owner is thread and lane.past]
+        return max(past, key=lambda call: call.began).position() if past else None
 
     def absolve(self, thread: threading.Thread) -> None:
         """A thread raises the verdict, for all its lanes."""

@@ -21,7 +21,9 @@ import torch.distributed as dist
 import objcomm
 from objcomm import DesyncError
 from objcomm._failures import watchdog
+from objcomm._failures.verdict import Cause, Verdict
 from objcomm._world import store_of
+from objcomm.errors import Position
 from tests.group.helpers import (
     assert_group_works,
     assert_no_verdict_stays,
@@ -427,6 +429,22 @@ def test_a_rank_that_only_sends_is_told_before_its_next_call() -> None:
     assert HERE in error.positions[0].call_site
     if me == 0:
         assert all(HERE in each for each in log.texts(logging.ERROR))
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_rank_that_hears_of_it_between_two_calls_says_which_was_its_last() -> None:
+    objcomm.all_gather("its last")
+    (mesh,) = (each for each in watchdog._watchdogs.watchdog()._all_meshes() if each.is_world)  # noqa: SLF001  # no public way
+    if here().rank == 1:
+        other = Position(0, "barrier", 1, -1, "train.py:3")
+        mesh.settle(Verdict.of(Cause.DESYNC, reason="other operations", positions=(other,)))
+    with closely():
+        error = error_in(DesyncError, objcomm.barrier)
+    assert here().rank in error.positions
+    if here().rank == 1:
+        assert error.positions[1].operation == "all_gather"
+        assert error.positions[1].is_over
     assert_group_works()
 
 
