@@ -188,7 +188,8 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _are_equal(left: Any, right: Any) -> bool:
     """Element by element; nan is the same as nan."""
-    return bool(((left == right) | ((left != left) & (right != right))).all())  # noqa: PLR0124
+    are_nan = (left != left) & (right != right)  # noqa: PLR0124  # true of nan alone
+    return bool(((left == right) | are_nan).all())
 
 
 def _keys(keys: Sequence[object]) -> str:

@@ -183,11 +183,13 @@ def _check_dtype(operator: Operator, dtype: object, said_by: str) -> None:
     if not isinstance(dtype, torch.dtype):
         raise UsageError(f"{said_by}dtype={dtype!r} must be a torch.dtype or None")
     if not _has_fractions(dtype):
-        reason = "has no fractions: integers are added up as they are"
-        raise UsageError(f"{said_by}dtype={dtype} {reason}")
+        raise UsageError(
+            f"{said_by}dtype={dtype} has no fractions: integers are added up as they are"
+        )
     if operator.name not in _ADDING:
-        reason = f"is for sum, prod and mean; {operator.name!r} adds nothing up"
-        raise UsageError(f"{said_by}dtype= {reason}")
+        raise UsageError(
+            f"{said_by}dtype= is for sum, prod and mean; {operator.name!r} adds nothing up"
+        )
 
 
 def _operator_of(op: object) -> Operator | None:
@@ -386,8 +388,10 @@ def _sequence(obj: Any, _: int = 0) -> Any:
     if isinstance(obj, torch.Tensor):
         return obj.detach()
     if not is_array(obj) and not isinstance(obj, _SEQUENCES):
-        kinds = "lists, tuples, texts, bytes, tensors and arrays"
-        raise UsageError(f"concat joins {kinds}, not a {type(obj).__name__}")
+        raise UsageError(
+            "concat joins lists, tuples, texts, bytes, tensors and arrays, "
+            f"not a {type(obj).__name__}"
+        )
     return obj
 
 
