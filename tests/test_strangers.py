@@ -73,6 +73,8 @@ def work(
     ]
     printed = [process.communicate(timeout=_LIMIT_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * len(hosts), "\n".join(printed)
+    # A test that fails shows it: why ranks went to Gloo, for instance.
+    sys.stdout.write("\n".join(printed))
     told = [json.loads(each.read_text()) for each in sorted(folder.glob("told.*"))]
     assert [len(each) for each in told] == [_TURNS] * _SIZE
     return [(kind, refused) for each in told for kind, refused in each]
