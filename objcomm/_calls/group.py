@@ -510,7 +510,7 @@ def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world
     Raises:
         UsageError: ``scope`` is neither, or was given as ``group``; or nobody knows: it is
             ``"node"``, or the ranks have not joined and no variable has this one's. That rank.
-        NotInGroupError: it is ``"node"``, and this rank is no member of ``group``.
+        NotInGroupError: it is ``"node"``, and this rank is not a member of ``group``.
 
     Examples:
         >>> import objcomm

@@ -98,7 +98,7 @@ def broadcast(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
             traffic.
         CollectiveError: the source could not encode its object. Every rank. With ``confirm``
@@ -197,7 +197,7 @@ def barrier(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         DesyncError: ranks are in different operations, or in barriers of different names. Every
             rank, once: where it waits, or in its next call.
         TransportTimeout: the limit passed. Every rank that still waited, with all that are missing.

@@ -96,7 +96,7 @@ def gather(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
             traffic.
         CollectiveError: some rank could not encode its object. The destination and that rank.
@@ -176,7 +176,7 @@ def all_gather(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
             traffic.
         CollectiveError: some rank could not encode its object. Every rank.

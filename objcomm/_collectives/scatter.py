@@ -83,7 +83,7 @@ def scatter(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
             traffic.
         CollectiveError: the source gave another number of objects, or could not encode one.
@@ -184,7 +184,7 @@ def all_to_all(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: a rank gave another number of objects, or could not encode one. Every
             rank.
         DecodeError: an object could not be rebuilt. That rank only; later calls work.
@@ -291,7 +291,7 @@ def reduce_scatter(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: a rank gave another number of objects, an operand could not be encoded or
             decoded, or ``op`` raised on some rank. Every rank.
         DesyncError: another rank is in another operation, or gave another name or another named

@@ -126,7 +126,7 @@ def split(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: colours of two types, or some rank could not connect. Every rank; no
             rank has the new group then.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
@@ -161,7 +161,7 @@ def dup(*, name: str = "", group: GroupLike = None, timeout: Timeout = None) -> 
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: some rank could not connect. Every rank; no rank has the new group then.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
@@ -197,7 +197,7 @@ def node_group(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: some rank could not connect. Every rank; no rank has the new group then.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
@@ -244,7 +244,7 @@ def new_group(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         DesyncError: members gave other lists and wait for each other. Those that do.
         TransportTimeout: some member did not come. Every member that waited for it.
         CollectiveError: some member could not connect. Every member; none has the new group then.
@@ -342,7 +342,7 @@ def leaders(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: some rank could not connect. Every rank; no rank has the new group then.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 

@@ -246,7 +246,7 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: GroupLike = None)
 
     Raises:
         UsageError: an argument is wrong.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         OSError: the file can't be written.
 
     Examples:

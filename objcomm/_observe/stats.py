@@ -100,7 +100,7 @@ def stats_to_tensorboard(writer: ScalarWriter, step: int, group: GroupLike = Non
         group: a process group, a one-dimensional device mesh, or None for the world.
 
     Raises:
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
 
     Examples:
         >>> import objcomm
@@ -160,7 +160,7 @@ def stats(group: GroupLike = None) -> dict[str, OperationStats]:
 
     Raises:
         UsageError: the environment promises other ranks, which have not joined yet.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
 
     Examples:
         >>> import objcomm
@@ -179,7 +179,7 @@ def reset_stats(group: GroupLike = None) -> None:
         group: a process group, a one-dimensional device mesh, or None for the world.
 
     Raises:
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
 
     Examples:
         >>> import objcomm

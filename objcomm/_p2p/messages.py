@@ -97,7 +97,7 @@ def send(
 
     Raises:
         UsageError: an argument is wrong; nothing was sent.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: the object can't be encoded, or the receiver refused it. Both ranks.
         DesyncError: the receiver waits for this rank elsewhere, and neither call has a ``timeout``.
             Both ranks.
@@ -188,7 +188,7 @@ def recv(
 
     Raises:
         UsageError: an argument is wrong, or this rank waits for itself, which has sent nothing.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: the sender could not encode the object. Both ranks.
         DecodeError: the object could not be rebuilt. This rank only.
         DesyncError: the sender waits for this rank elsewhere, and neither call has a ``timeout``.

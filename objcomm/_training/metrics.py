@@ -20,6 +20,7 @@ from objcomm._config import (
     GroupLike,
     Options,
     Timeout,
+    WithDestination,
 )
 from objcomm._wire.failure_message import DisagreementError
 from objcomm._wire.header import Operation
@@ -30,8 +31,8 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-class _Gathering(CallOptions, total=False):
-    group_dst: int | None
+class _Gathering(CallOptions, WithDestination):
+    pass
 
 
 class _Coding(CallOptions, total=False):

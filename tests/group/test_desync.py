@@ -20,7 +20,9 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import DesyncError
+from objcomm._calls.group import resolve
 from objcomm._failures import watchdog
+from objcomm._failures.mesh import Mesh
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._world import store_of
 from objcomm.errors import Position
@@ -432,10 +434,17 @@ def test_a_rank_that_only_sends_is_told_before_its_next_call() -> None:
     assert_group_works()
 
 
+def world_mesh() -> Mesh:
+    """What joins all ranks, or did last; earlier tests may have left others behind."""
+    mesh = resolve(None).mesh
+    assert mesh is not None
+    return mesh
+
+
 @ranks(2)
 def test_a_rank_that_hears_of_it_between_two_calls_says_which_was_its_last() -> None:
     objcomm.all_gather("its last")
-    (mesh,) = (each for each in watchdog._watchdogs.watchdog()._all_meshes() if each.is_world)  # noqa: SLF001  # no public way
+    mesh = world_mesh()
     if here().rank == 1:
         other = Position(0, "barrier", 1, -1, "train.py:3")
         mesh.settle(Verdict.of(Cause.DESYNC, reason="other operations", positions=(other,)))
@@ -452,7 +461,7 @@ class _Waits:
     """What rank 0 encodes only when its watchdog has seen that rank 1 is in another call."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        (mesh,) = (each for each in watchdog._watchdogs.watchdog()._all_meshes() if each.is_world)  # noqa: SLF001  # no public way
+        mesh = world_mesh()
         wait_until(lambda: mesh.verdict is not None, "the watchdog's look")
         return int, ()
 
@@ -460,7 +469,7 @@ class _Waits:
 @ranks(2)
 def test_what_a_call_raises_is_not_logged_as_well() -> None:
     objcomm.barrier()
-    watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # likewise
+    watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # no public way
     with collected() as log, closely():
         if here().rank == 0:
             error = error_in(DesyncError, lambda: objcomm.all_gather(_Waits(), name="a"))

@@ -151,7 +151,7 @@ def reduce(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: an operand could not be encoded or decoded, or ``op`` raised. The
             destination and the rank where it happened. With an op that goes leaf by leaf also:
             two ranks' structures differ; every rank, before a large tensor moves, and the error
@@ -252,7 +252,7 @@ def all_reduce(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: an operand could not be encoded or decoded, ``op`` raised, or two ranks'
             structures differ; the error names the path and the two. Every rank.
         DecodeError: the result could not be rebuilt. That rank only; later calls work.
@@ -334,7 +334,7 @@ def scan(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: an operand could not be encoded or decoded, or ``op`` raised. Every rank,
             also those before the one where it happened.
         DecodeError: the result could not be rebuilt. That rank only; later calls work.
@@ -421,7 +421,7 @@ def exscan(
 
     Raises:
         UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        NotInGroupError: this rank is no member of ``group``.
+        NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: an operand could not be encoded or decoded, or ``op`` raised. Every rank,
             also those before the one where it happened.
         DecodeError: the result could not be rebuilt. That rank only; later calls work.
