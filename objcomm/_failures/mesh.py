@@ -153,6 +153,10 @@ class Mesh:
         """Whether a thread is about to connect the members, or to give up."""
         return self._connector.is_alive
 
+    def await_connector(self, seconds: float) -> None:
+        """Wait so long at most until no thread is about to connect the members."""
+        self._connector.join(seconds)
+
     @property
     def can_be_replaced(self) -> bool:
         """Whether the group's next call may make a new mesh, once there is a verdict."""
@@ -217,7 +221,7 @@ class Mesh:
             if is_told and self.verdict is not None:
                 self.absolve(lane.owner)
             if self._meeting.parting:  # its word must not reach those that come for the next call
-                self._connector.join(PATIENCE_SECONDS)
+                self.await_connector(PATIENCE_SECONDS)
             entry.end(error, time.time() - entry.began)
             raise
         finally:
@@ -548,7 +552,7 @@ class Mesh:
                 self.verdict = verdict
                 if verdict.cause is Cause.DESYNC:  # another limit, or Ctrl-C, is one rank's own
                     self._meeting.parting = pack_record(verdict)
-                self._meeting.is_over = True
+                self._meeting.end()
                 # Not the mesh itself: a job that waits would keep its connections open.
                 mesh, blocks = weakref.ref(self), frozenset(self.blocks)
                 known = self.nonce, self.rank, self.members, blocks, told

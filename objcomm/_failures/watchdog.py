@@ -56,7 +56,7 @@ from objcomm._transport.gloo import is_cut_off
 from objcomm._transport.lane import Lane
 from objcomm._transport.sockets import hang_up
 from objcomm._transport.threads import Alone, are_workers_busy
-from objcomm._world import store_of
+from objcomm._world import CONNECT_MAX, store_of
 from objcomm.errors import UsageError, text_of
 
 TICK_SECONDS = 0.25
@@ -689,8 +689,9 @@ def bring_back(look: _Look, board_threads: Sequence[BoardThread]) -> None:
     """End what threads do in C++, and what the boards' own do.
 
     A store that is stopped, or behind a network that fails, holds a thread for as long as it gives
-    no answer; one that came while the interpreter ends would abort the process. So who has not come
-    back in time is cut off from the store.
+    no answer; one that came while the interpreter ends would abort the process. So a thread that
+    has not come back in time is cut off from the store. Nothing ends Gloo's attempt to connect but
+    its own limit, so the process waits for that.
 
     Args:
         look: as ``end_waits`` takes it.
@@ -698,7 +699,9 @@ def bring_back(look: _Look, board_threads: Sequence[BoardThread]) -> None:
     """
     if not _are_all_back(look, board_threads):
         hang_up({address for board_thread in board_threads for address in board_thread.addresses})
-        _are_all_back(look, board_threads)
+        if not _are_all_back(look, board_threads):
+            for mesh in look()[0]:
+                mesh.await_connector(CONNECT_MAX.total_seconds())
 
 
 def _are_all_back(look: _Look, board_threads: Sequence[BoardThread]) -> bool:

@@ -36,6 +36,7 @@ from objcomm._transport.link import (
     HOST_LOST,
     PEER_LOST,
     WORD_TAG,
+    Deadline,
     LinkClosed,
     LinkError,
     LinkRefused,
@@ -52,7 +53,7 @@ from objcomm.errors import ranks_text
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from objcomm._transport.link import Connections, Deadline
+    from objcomm._transport.link import Connections
     from objcomm._transport.rendezvous import MeetingState
 
 
@@ -74,6 +75,9 @@ _AT_ONCE_MAX = 16
 _COMPLETE = b"!"
 # Extra time for ranks that are already connected, so that one still connecting gives up first.
 _SAID_LATER_SECONDS = 1.0
+# So long each of Gloo's attempts may take to connect ranks of which two could not reach each other.
+# Those two have tried already, and where they fail again nothing ends the attempts of the others.
+_GLOO_SECONDS = 3.0
 # The key that says that ranks can't be connected by streams, and why.
 _FAILED = "no streams"
 # The key that says which rank could not prove over another link that it is one.
@@ -270,17 +274,24 @@ def _over_gloo(
         GivenUpError: nobody waits for them any more.
     """
     why, members = refusal.error(ranks.places), tuple(ranks.places)
-    meeting.unreachable = why if isinstance(why, LinkUnreachable) else None
+    if isinstance(why, LinkUnreachable):
+        meeting.unreachable = why
+        deadline = Deadline(min(deadline.seconds_left, _GLOO_SECONDS), deadline.settings)
     try:
         link = GlooLink(ranks.store, ranks.rank, members, tuple(ranks.hosts.values()), deadline)
+        meeting.unproven = link
         try:
-            _prove(link, ranks, deadline)
+            _prove(link, ranks, deadline, meeting)
             if meeting.unreachable is not None:
                 _await_all(ranks.store, len(members), meeting)
         except BaseException:
             link.abort()
             raise
+        finally:
+            meeting.unproven = None
     except LinkClosed as error:
+        if meeting.is_over:
+            raise GivenUpError from error
         unproven = ranks.refusal(_UNPROVEN)
         if unproven is not None:
             raise unproven.error(ranks.places) from error
@@ -292,13 +303,16 @@ def _over_gloo(
     return link
 
 
-def _prove(link: GlooLink, ranks: _Ranks, deadline: Deadline) -> None:
+def _prove(link: GlooLink, ranks: _Ranks, deadline: Deadline, meeting: MeetingState) -> None:
     """Return when all others have proved who they are: Gloo accepts the first process that calls.
 
     Raises:
+        GivenUpError: the meeting ended while they connected.
         LinkClosed: one has gone, or does not answer.
         LinkUnreachable: another process has answered for a rank.
     """
+    if meeting.is_over:
+        raise GivenUpError
     rooms = {peer: empty(Words.nbytes) for peer in ranks.others}
     coming = {peer: link.recv(room, peer, WORD_TAG) for peer, room in rooms.items()}
     going = [link.send(ranks.words.said(ranks.rank, peer), peer, WORD_TAG) for peer in rooms]

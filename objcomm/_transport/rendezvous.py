@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from objcomm._observe.history import CallRecord
-    from objcomm._transport.link import LinkUnreachable
+    from objcomm._transport.link import Link, LinkUnreachable
 
 
 #: What errors call the meeting.
@@ -79,13 +79,14 @@ class MeetingState:
     Attributes:
         nonce: the name in the store, once this rank knows it.
         session: what signatures are bound to, once all have met.
-        is_over: set from outside to end the meeting.
+        is_over: whether it was ended from outside, by ``end``.
         parting: what a guest shall leave for the others if it leaves before the host has come; set
-            from outside, before ``is_over``.
+            from outside, before ``end``.
         is_pair: whether two meet for messages from rank to rank.
         unreachable: which ranks could not reach each other, where another link is being tried.
         without_streams: why the ranks have got another link than this one's user has chosen.
-        heed: given the blocks around the calls that wait, sets ``is_over`` if one has failed.
+        heed: given the blocks around the calls that wait, ends the meeting if one has failed.
+        unproven: the link over which the ranks prove who they are, while they do.
     """
 
     def __init__(self, rank: int, members: tuple[int, ...], *, is_pair: bool = False) -> None:
@@ -105,8 +106,16 @@ class MeetingState:
         self.unreachable: LinkUnreachable | None = None
         self.without_streams = ""
         self.heed: Callable[[set[str]], None] | None = None
+        self.unproven: Link | None = None
         self._entries: list[CallRecord] = []
         self._awaits = members[1 if rank == members[0] else 0]
+
+    def end(self) -> None:
+        """End it from outside; a thread that waits for another rank's proof waits no longer."""
+        self.is_over = True
+        link = self.unproven
+        if link is not None:
+            link.abort()
 
     def watch(self, entry: CallRecord) -> None:
         """Let ``entry`` tell whom this rank awaits."""
@@ -156,7 +165,7 @@ class Met(NamedTuple):
 def meet(store: dist.Store, rank: int, size: int, meeting: MeetingState, door: str = "-") -> Met:
     """Meet all ranks and agree on names that are new, which ``meeting`` gets, and on the places.
 
-    Every member must call this. It has no limit of its own: see ``MeetingState.is_over``.
+    Every member must call this. It has no limit of its own: see ``MeetingState.end``.
 
     Args:
         store: the group's own.

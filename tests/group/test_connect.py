@@ -23,12 +23,13 @@ from objcomm._algorithms import topology
 from objcomm._failures import liveness
 from objcomm._transport import connect, doors, rendezvous
 from objcomm._transport.gloo import GlooLink
+from objcomm._world import CONNECT_MAX
 from tests.faults.victim import sockets
 from tests.group.helpers import assert_group_works, error_in, kind_of, subgroup, tell_all
 from tests.group.reports import logged
 from tests.hosts import free_port
 from tests.ranks import OVER_GLOO, ranks
-from tests.waits import wait_until, within
+from tests.waits import PATIENCE_S, wait_until, within
 from tests.workers import here
 
 _UNIX, _TCP, _GLOO = "Unix sockets", "TCP", "Gloo"
@@ -383,6 +384,33 @@ def test_over_gloo_a_process_that_was_not_at_the_meeting_gets_nothing() -> None:
         error = error_in(TransportError, lambda: objcomm.all_gather("secret", group=group))
     assert "another process has answered for one of them" in error.reason
     assert_group_works()
+
+
+@ranks(2)
+def test_over_gloo_nothing_waits_for_a_proof_once_the_meeting_has_ended() -> None:
+    """A thread that still waited as the interpreter ended would abort the process."""
+    is_tested = threading.Event()
+
+    def silent(*_: Any) -> None:  # and connected, until rank 0 has been looked at
+        is_tested.wait(PATIENCE_S)
+        raise rendezvous.GivenUpError
+
+    limit = 1.0 if here().rank else None  # rank 0 has a longer one, and hears of this
+    with subgroup(0, 1) as group:
+        with (
+            objcomm.configure(transport="gloo"),
+            mock.patch.object(connect, "_prove", silent) if here().rank else nullcontext(),
+        ):
+            error_in(TransportError, lambda: objcomm.all_gather(1, group=group, timeout=limit))
+        if not here().rank:
+            in_time = CONNECT_MAX.total_seconds() / 2
+            wait_until(lambda: not _connectors(), "no thread connects", in_time)
+        assert_group_works()
+        is_tested.set()
+
+
+def _connectors() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name == "objcomm-connect"]
 
 
 @pytest.mark.parametrize(
