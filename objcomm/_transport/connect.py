@@ -65,6 +65,8 @@ _PAUSE_SECONDS = 0.02
 _LONG_PAUSE_SECONDS = 0.25
 # A rank calls again so soon after it was sent away to make room for others, or too many waited.
 _AGAIN_SECONDS = 0.05
+# How it learns that while it calls or says its word: too many wait, or it was sent away just now.
+_BUSY = {errno.EAGAIN, errno.EPIPE, errno.ECONNRESET}
 
 # So many ranks are all connected when they meet. More only make a tree then, which shows that all
 # can be; two others are connected when one of them first sends to the other, or waits for it. To
@@ -572,7 +574,7 @@ class _Joining:
             with _naming(peer):
                 call = self._doors.call(peer, way)
         except _PeerError as error:
-            if self._is_out_of_reach(peer, is_busy=error.errno == errno.EAGAIN):
+            if self._is_out_of_reach(peer, is_busy=error.errno in _BUSY):
                 raise
             return
         guest = _Guest(call.socket, peer, call.unsaid, call.where)
@@ -646,8 +648,8 @@ class _Joining:
                 if failed:
                     raise OSError(failed, os.strerror(failed))
                 guest.socket.sendall(guest.unsaid)  # the system has room for the first bytes
-        except _PeerError:
-            if self._is_last(guest):
+        except _PeerError as error:
+            if self._is_last(guest, is_busy=error.errno in _BUSY):
                 raise
             return
         guest.unsaid = b""
@@ -677,9 +679,8 @@ class _Joining:
         if came and len(guest.said) < due:
             return
         if not came and is_known:
-            # Over TCP a rank that has no room for strangers may have sent this one away.
-            is_busy = guest.socket.family != socket.AF_UNIX and not guest.said
-            if is_joined or self._is_last(guest, is_busy=is_busy):
+            # A rank that has no room for strangers may have sent this one away.
+            if is_joined or self._is_last(guest, is_busy=not guest.said):
                 raise _PeerError(guest.rank, OSError(*failed), has_ended=is_joined)
         elif guest.rank in self._joined:
             self._events.unregister(guest.socket)

@@ -409,6 +409,28 @@ def test_over_gloo_nothing_waits_for_a_proof_once_the_meeting_has_ended() -> Non
         is_tested.set()
 
 
+@pytest.mark.parametrize("kind", [_UNIX, _TCP])
+@ranks(2, 4)
+def test_a_rank_that_was_sent_away_to_make_room_for_others_calls_again(kind: str) -> None:
+    joining = connect._Joining  # noqa: SLF001  # there is no public way to crowd a door
+    hear = joining._hear  # noqa: SLF001  # likewise
+    sent_away: list[Any] = []
+
+    def crowded(self: Any, guest: Any) -> None:
+        if guest.is_unknown and not sent_away:
+            sent_away.append(guest)
+            self._drop(guest)
+        else:
+            hear(self, guest)
+
+    with (
+        far_apart() if kind == _TCP else nullcontext(),
+        mock.patch.object(joining, "_hear", crowded) if here().rank == 0 else nullcontext(),
+    ):
+        assert_joined_by(kind)
+    assert len(sent_away) == (here().rank == 0)
+
+
 def _connectors() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name == "objcomm-connect"]
 
