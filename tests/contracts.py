@@ -319,7 +319,9 @@ def _check_taking(link: Link, ending: Connections, others: list[int]) -> None:
 
 
 def _check_attending(link: Link, ending: Connections, others: list[int]) -> None:
-    """Who attends gets all first messages in order, whether or not anybody waits, until the end.
+    """A thread that attends gets all in order, whether or not another one waits, until the end.
+
+    What has no room keeps back nothing that has another tag. An error of what accepts is the end.
 
     Args:
         link: stands.
@@ -332,6 +334,10 @@ def _check_attending(link: Link, ending: Connections, others: list[int]) -> None
             if number % count == 0:
                 _meet(link, others)
             ending.wait(ending.send(bytes([number]), 0, _Attending.tag), _LIMIT)
+            if number == 2 * count:
+                ending.wait(ending.send(b"w", 0, _Attending.beside), _LIMIT)
+        if ending.rank == 2:
+            ending.wait(ending.send(b"!", 0, _Attending.beside), _LIMIT)
         _meet(link, others)
         ending.abort()
         return
@@ -342,13 +348,14 @@ def _check_attending(link: Link, ending: Connections, others: list[int]) -> None
 
     _meet(link, others)
     wait_until(lambda: have_all_come(1), "messages for which nobody waits")
-    for each in attending:
-        each.set(is_awaited=True)
+    awaited = [each.has(2 * count - 1) for each in attending]
     _meet(link, others)
-    wait_until(lambda: have_all_come(2), "messages that are awaited")
+    assert all(each.wait() for each in awaited)
+    assert have_all_come(2)
     for each in attending:
-        each.set(is_awaited=False, has_room=False)
+        each.set(has_room=False)
     _meet(link, others)
+    wait_until(lambda: all(each.words == b"w" for each in attending), "a message beside those")
     assert not ending.signal().wait(_MOMENT_SECONDS)
     assert have_all_come(2)
     for each in attending:
@@ -359,9 +366,9 @@ def _check_attending(link: Link, ending: Connections, others: list[int]) -> None
     assert all(last.wait() for last in lasts)
     assert have_all_come(4)
     _meet(link, others)
-    for each in attending:
+    for peer, each in zip(others, attending, strict=True):
         each.join(PATIENCE_S)
-        assert isinstance(each.error, LinkClosed)
+        assert isinstance(each.error, ZeroDivisionError if peer == 2 else LinkClosed)
     ending.abort()
 
 
@@ -532,26 +539,28 @@ class _Attending(threading.Thread):
     """Attends to all first messages of one peer.
 
     Attributes:
-        came: the first byte of each.
+        came: the first byte of each with one tag.
+        words: the same with another tag.
         error: how it has ended, once it has.
     """
 
-    tag = head_tag(7)
+    tag, beside = head_tag(7), head_tag(8)
 
     def __init__(self, link: Connections, peer: int) -> None:
         super().__init__(daemon=True)
         self._link = link
         self._peer = peer
-        self._is_awaited, self._has_room = False, True
+        self._has_room = True
         self.came: list[int] = []
+        self.words = b""
         self._signals: dict[int, Awaitable] = {}
         self.error: BaseException | None = None
         self.start()
 
-    def set(self, *, is_awaited: bool = False, has_room: bool = True) -> None:
+    def set(self, *, has_room: bool) -> None:
         """What it says from now on."""
-        self._is_awaited, self._has_room = is_awaited, has_room
-        self._link.prompt(self._peer, self.tag)
+        self._has_room = has_room
+        self._link.prompt(self._peer)
 
     def has(self, number: int) -> Awaitable:
         """A signal of the link that is set when this message has come."""
@@ -565,11 +574,16 @@ class _Attending(threading.Thread):
                 self._signals[message[0]].set()
         return self._has_room
 
+    def _accept_beside(self, message: bytes) -> bool:
+        self.words += message[:1]
+        return not self.words.endswith(b"!") or bool(1 // 0)
+
     def run(self) -> None:
         """Attend."""
+        accepts = {self.tag: self._accept, self.beside: self._accept_beside}
         try:
-            self._link.attend(self._peer, self.tag, self._accept, lambda: self._is_awaited)
-        except LinkClosed as error:
+            self._link.attend(self._peer, accepts)
+        except (LinkClosed, ZeroDivisionError) as error:
             self.error = error
 
 

@@ -222,6 +222,10 @@ class Transfers:
         """Tell ``peer`` that this rank takes what follows."""
         self._send(empty(1), peer, self._receipt_tag, None)
 
+    def tell(self, raw: bytes, peer: int, tag: int) -> None:
+        """Begin to send a few bytes that are no part of a message."""
+        self._send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), peer, tag, None)
+
     def share(
         self, flats: Sequence[torch.Tensor], peers: Sequence[int], share: Share | None
     ) -> None:

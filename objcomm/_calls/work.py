@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from objcomm._config import Timeout
+    from objcomm._transport.link import Awaitable
     from objcomm._transport.threads import SerialExecutor
 
 
@@ -94,8 +95,10 @@ class Work(Generic[T_co]):
         "_future",
         "_is_asked",
         "_line",
+        "_moving",
         "_on_error",
         "_pid",
+        "_signals",
         "_waited",
         "call_site",
         "operation",
@@ -120,6 +123,8 @@ class Work(Generic[T_co]):
         """
         self._envelopes = envelopes
         self._cancel: Callable[[], bool] | None = None
+        self._moving: Callable[[], Awaitable | None] | None = None
+        self._signals: list[Awaitable] = []  # of threads that move what ends it
         self._on_error = on_error
         self.operation = operation
         self.call_site = call_site
@@ -265,7 +270,9 @@ class Work(Generic[T_co]):
             self._on_error = None
             self._future.set_result(result)
         finally:
-            self._cancel = None
+            self._cancel = self._moving = None
+            for each in self._signals:
+                each.set()
             del self, body  # an error's traceback holds this frame
 
     def carry_out_here(self, body: Callable[[], T_co]) -> Self:
@@ -279,6 +286,12 @@ class Work(Generic[T_co]):
             return self
         finally:
             del self, body
+
+    def moved_by(self, moving: Callable[[], Awaitable | None]) -> None:
+        """Let a wait move what ends it: see ``Connections.signal``; objcomm's own business."""
+        self._moving = moving
+        if self.done():
+            self._moving = None
 
     def cancelled_by(self, cancel: Callable[[], bool]) -> None:
         """Let ``cancel`` take it back as long as it goes on; objcomm's own business."""
@@ -321,14 +334,24 @@ class Work(Generic[T_co]):
         # A thread whose wait has a limit can do something else before the operation ends.
         self._waited.waiter = threading.get_ident() if seconds is None else 0
         try:
-            if seconds is None or seconds > SUSPICIOUS_SECONDS:
-                if self._ended.wait(SUSPICIOUS_SECONDS):
-                    return True
-                check_uninterrupted(f"{self.operation} at {self.call_site}: wait")
-                seconds = None if seconds is None else seconds - SUSPICIOUS_SECONDS
-            return self._ended.wait(-1 if seconds is None else seconds)
+            if seconds is not None and seconds <= SUSPICIOUS_SECONDS:
+                return self._ended.wait(seconds)
+            ended = self._ended_on_this_thread()
+            if ended.wait(SUSPICIOUS_SECONDS):
+                return True
+            check_uninterrupted(f"{self.operation} at {self.call_site}: wait")
+            return ended.wait(-1 if seconds is None else seconds - SUSPICIOUS_SECONDS)
         finally:
             self._waited.waiter = 0
+
+    def _ended_on_this_thread(self) -> Awaitable:
+        """What a wait waits for, while it moves what ends it, if that can be."""
+        moving = self._moving
+        signal = None if moving is None else moving()
+        if signal is None:
+            return self._ended
+        self._signals.append(signal)
+        return self._ended if self.done() else signal
 
     def _must_be_done(self) -> None:
         if not self.done():

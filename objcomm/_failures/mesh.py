@@ -54,9 +54,10 @@ if TYPE_CHECKING:
 _REPORT_SECONDS = 5.0
 # A rank that waits raises within 2 s of a death.
 _LISTENS_SECONDS = 5.0
-# A farewell: ranks, and what proves who has said it.
+# A farewell names ranks.
 _RANK = Struct("<I")
-_PROOF_NBYTES = 16
+#: How long it is what proves who has said something; see ``Mesh.proof``.
+PROOF_NBYTES = 16
 
 
 class Mesh:
@@ -497,11 +498,11 @@ class Mesh:
         """
         link, others = self.link, {*self.others} - {peer}
         said = b"" if link is None else link.farewell_of(peer)
-        ranks, proof = said[:-_PROOF_NBYTES], said[-_PROOF_NBYTES:]
+        ranks, proof = said[:-PROOF_NBYTES], said[-PROOF_NBYTES:]
         if (
             not ranks
             or len(ranks) % _RANK.size
-            or not compare_digest(proof, self._proof(peer, ranks))
+            or not compare_digest(proof, self.proof(peer, ranks))
         ):
             return ()
         named = {rank for (rank,) in _RANK.iter_unpack(ranks)}
@@ -514,13 +515,13 @@ class Mesh:
         if not lost or not {*lost} <= {*self.members}:  # from the store, which others may reach
             return b""
         ranks = b"".join(map(_RANK.pack, lost))
-        return ranks + self._proof(self.rank, ranks)
+        return ranks + self.proof(self.rank, ranks)
 
-    def _proof(self, sender: int, ranks: bytes) -> bytes:
-        """Shows that a rank of this mesh, with this rank's key if it has one, has named ranks."""
+    def proof(self, sender: int, said: bytes) -> bytes:
+        """Shows that a rank of this mesh, with this rank's key if there is one, has said it."""
         key = hashlib.blake2b(self.session.encode(), key=self._secret or b"").digest()
-        said = _RANK.pack(sender) + ranks
-        return hashlib.blake2b(said, key=key, digest_size=_PROOF_NBYTES).digest()
+        said = _RANK.pack(sender) + said
+        return hashlib.blake2b(said, key=key, digest_size=PROOF_NBYTES).digest()
 
     def adopt(self, standing: Verdict) -> None:
         """Take the others' verdict for one that the store was too slow for.

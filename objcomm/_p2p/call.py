@@ -35,12 +35,12 @@ from objcomm._config import (
     whole_number,
 )
 from objcomm._failures.mesh import Mesh
-from objcomm._failures.verdict import Cause, Verdict, proposal_for, regions
+from objcomm._failures.verdict import Cause, Verdict, regions
 from objcomm._failures.watchdog import died_in, end_elsewhere, hurry
 from objcomm._observe.history import CallRecord, call_site
 from objcomm._observe.tracing import Span, begun
 from objcomm._p2p.mailbox import Arrived, RecvRequest
-from objcomm._p2p.peer import DeviceTurn, Offers, Pair, peers_of
+from objcomm._p2p.peer import WORD_TAG, DeviceTurn, Offers, Pair, peers_of, word
 from objcomm._transport.lane import Lane
 from objcomm._transport.threads import (
     SUSPICIOUS_SECONDS,
@@ -155,7 +155,10 @@ class P2PCall:
 
     def work(self) -> Work[Any]:
         """A work for what this point-to-point call gives."""
-        return Work(self._name, self.entry.header.call_site, self.entry, self.envelopes)
+        work: Work[Any] = Work(self._name, self.entry.header.call_site, self.entry, self.envelopes)
+        if self.peer not in {None, self.group.rank}:
+            work.moved_by(self._peers.pair(self.group, self.peer).signal)
+        return work
 
     def claim(self) -> bool:
         """Whether this thread is the one to conclude it, as the first that asks is.
@@ -251,19 +254,16 @@ class P2PCall:
             pair.has_device_path &= not has_begun
             raise
 
-    def _turn(self, offers: Offers, exchange: Exchange, *, is_sender: bool) -> DeviceTurn:
-        number = exchange.header.sequence
+    def _turn(self, offers: Offers, exchange: Watched, *, is_sender: bool) -> DeviceTurn:
+        def say(of: Operation) -> None:
+            self._say(of, exchange)
 
-        def say(word: Operation) -> None:
-            self._say(word, offers, number, exchange)
+        return DeviceTurn(offers, exchange.header.sequence, say, is_sender=is_sender)
 
-        return DeviceTurn(offers, number, say, is_sender=is_sender)
-
-    def _say(self, word: Operation, offers: Offers, number: int, exchange: Exchange) -> None:
-        """Tell the other rank a word on a message."""
-        said = offers.say(word, number, self.entry, self._deadline, exchange.gate)
-        self.entry.sent_nbytes += said.entry.sent_nbytes
-        said.finish()
+    def _say(self, of: Operation, exchange: Watched) -> None:
+        """Begin to tell the other rank a word on a message."""
+        header = exchange.header
+        exchange.tell(word(exchange.mesh, of, header.sequence), header.root, WORD_TAG)
 
 
 def _numbered(header: Header, mesh: Mesh, lane: Lane, sequence: int) -> Header:
@@ -474,43 +474,47 @@ class Send(P2PCall):
                 lane = exchange.lane
                 offers, number = pair.offers(exchange.mesh), lane.sequence
                 with exchange:
-                    offers.put(number, functools.partial(self._take_up, pair))
+                    offers.put(number, functools.partial(self._take_up, pair, message))
                     is_awaited = True
                     if message.header.flags & _ON_DEVICE:
                         self._device_turn = self._turn(offers, exchange, is_sender=True)
                         self._device_turn.begin()
                     self._send_head(exchange, message)
                 if message.is_all_head:  # nothing has begun that others would miss
-                    end = functools.partial(self._withdraw, pair, offers, number)
+                    end = functools.partial(self._withdraw, pair, message, offers, number)
                     self.entry.withdraw = end
                 lane.begin(self.entry, self._deadline)
         except BaseException as error:  # noqa: BLE001  # raised where somebody waits
             self._ended_by = error.with_traceback(None)
             if not is_awaited or offers.withdraw(number):
-                self._take_up(pair)
-        self._take_up(pair)
+                self._take_up(pair, message)
+        self._take_up(pair, message)
 
-    def _withdraw(self, pair: Pair, offers: Offers, number: int, verdict: Verdict) -> None:
+    def _withdraw(
+        self, pair: Pair, message: Message, offers: Offers, number: int, verdict: Verdict
+    ) -> None:
         """End an offer by a verdict, unless it was taken."""
         if offers.withdraw(number):
             self._verdict = verdict
-            self._take_up(pair)
+            self._take_up(pair, message)
 
-    def _take_up(self, pair: Pair, is_taken: bool = False) -> None:  # noqa: FBT001, FBT002  # a callback's
+    def _take_up(self, pair: Pair, message: Message, is_taken: bool = False) -> None:  # noqa: FBT001, FBT002  # a callback's
         """The head was sent, or it is known whether the message is taken: the rest follows both."""
         self._is_taken |= is_taken
         self.entry.is_served |= is_taken
         if next(self._halves):
             rest = functools.partial(self._finish, self._ended_by)
+            if is_taken and message.is_all_head:  # there is none
+                rest()
+                return
             # Who waits for a device's turn must not keep what that turn's end waits for.
             line = pair.leaving if self._stream is None else self._peers.pool
             try:
                 line.submit(rest)
-            except RuntimeError as error:  # there can be no more threads: this one does it
-                if self._offered is not None and self._device_turn is not None:
-                    # Not that, because it is this thread that hears of the device's turn.
-                    mesh = self._offered.mesh
-                    mesh.settle(proposal_for(error, mesh.rank))
+            except RuntimeError as error:  # there can be no more threads
+                if is_taken:  # in a step of the link, which must not wait, and ends by this
+                    self._finish(error.with_traceback(None))
+                    raise
                 rest()
 
     def _go_on_offered(self, pair: Pair, place: Ticket, message: Message) -> None:
@@ -745,7 +749,7 @@ class Receive(P2PCall):
         link = admitted[0][1].link if len(admitted) == 1 else None
         signal = Signal() if link is None else link.signal()
         try:
-            request.on_end, request.has_mover = signal.set, link is not None
+            request.on_end = signal.set
             self._ask(request, admitted)
             if not signal.wait(SUSPICIOUS_SECONDS):
                 check_uninterrupted(self._name)
@@ -892,7 +896,7 @@ class Receive(P2PCall):
         self.entry.received_nbytes += len(raw)
         if header.is_all_head:
             if is_offered and mesh.verdict is None:
-                self._tell_received(arrival.peer, mesh, lane)
+                self._tell_received(mesh, lane)
             message = self._gate(mesh).take_in(raw, header)
         else:
             message = self._taken_in(raw, header, arrival.peer, mesh, lane)
@@ -900,7 +904,7 @@ class Receive(P2PCall):
             raise_together(self._name, failures_in([message]), None, self.group.rank)
         return self._coding.decode(message)
 
-    def _tell_received(self, peer: int, mesh: Mesh, lane: Lane) -> None:
+    def _tell_received(self, mesh: Mesh, lane: Lane) -> None:
         """Let a sender know that its message, which is here, is received, if it still waits.
 
         Before anything else can fail: the sender waits for no more than this.
@@ -910,7 +914,7 @@ class Receive(P2PCall):
         exchange = self._joined(mesh, lane, self.entry.header.sequence)
         # That the sender is gone is the next call's business.
         with contextlib.suppress(TransportError), exchange:
-            self._tell_taken(peer, exchange)
+            self._say(Operation.TAKE, exchange)
 
     def _taken_in(self, raw: bytes, header: Header, peer: int, mesh: Mesh, lane: Lane) -> Message:
         """A message of which more follows what is here."""
@@ -927,7 +931,7 @@ class Receive(P2PCall):
                 self._recv_on_device(peer, exchange, message, stream)
             else:
                 if header.flags & _OFFERED:
-                    self._tell_taken(peer, exchange)
+                    self._say(Operation.TAKE, exchange)
                 exchange.recv_rest([(peer, message)])
         _hand_to_current(message.buffers_on_device, stream)
         return message
@@ -951,14 +955,9 @@ class Receive(P2PCall):
 
         with self._turn(pair.offers(exchange.mesh), exchange, is_sender=False) as turn:
             turn.begin()
-            self._tell_taken(peer, exchange)
+            self._say(Operation.TAKE, exchange)
             exchange.recv_rest([(peer, message)])
             self._move_on_device(pair, exchange, turn, transfer)
-
-    def _tell_taken(self, peer: int, exchange: Watched) -> None:
-        """Let the sender know that its message is taken."""
-        offers = self._peers.pair(self.group, peer).offers(exchange.mesh)
-        self._say(Operation.TAKE, offers, exchange.header.sequence, exchange)
 
 
 def _hand_to_current(flats: Sequence[torch.Tensor], stream: torch.Stream | None) -> None:

@@ -88,7 +88,6 @@ class RecvRequest:
         tag: of this tag; None of any.
         is_probe: whether the message stays for somebody else.
         among: who may serve it; None if not known yet. That another one is gone is no news to it.
-        has_mover: whether its maker moves all that may serve it as long as it waits.
         arrival: what was found.
         verdict: why nothing will come.
         number: the mailbox's own, in the order in which requests were put; -1 before that.
@@ -116,7 +115,6 @@ class RecvRequest:
         self.src = src
         self.tag = tag
         self.is_probe = is_probe
-        self.has_mover = False
         self.among: frozenset[int] | None = None
         self.arrival: Arrived | None = None
         self.verdict: Verdict | None = None
@@ -223,12 +221,9 @@ class Mailbox:
         self.is_interrupted: Callable[[], bool] = lock._is_owned  # noqa: SLF001  # as Condition asks
         self._arrived = _Shelves[Arrived]()
         self._requests = _Shelves[RecvRequest]()
-        self._asking: dict[int | None, int] = {}  # how many requests name a sender, or none
-        self._unmoved: dict[int | None, int] = {}  # those of them whose maker moves nothing
         self._kept_nbytes: dict[int, int] = {}
         self._credited: set[int] = set()  # who may send one message more than there is room for
         self._refused: set[int] = set()  # those for whose messages there was no room
-        self._changed: set[int | None] = set()  # those that are awaited now, or no more
         self._dropped: deque[Arrived] = deque()  # taken out, and to be given back
 
     def expect(self, peer: int, source: object, prompt: Callable[[], object]) -> None:
@@ -237,7 +232,7 @@ class Mailbox:
         Args:
             peer: which.
             source: its new connection: what is told of the end of an older one counts no more.
-            prompt: lets that connection ask again what is awaited, and whether there is room.
+            prompt: lets that connection ask again whether there is room.
         """
         with self._lock:
             self._sources[peer] = source
@@ -300,20 +295,12 @@ class Mailbox:
         with self._lock:
             is_over = request.verdict is not None or self._serve(request)
             if not is_over:
-                src = request.src
                 request.number = next(self._numbers)
-                self._requests.put(request, ((src, request.tag),))
-                self._asking[src] = self._asking.get(src, 0) + 1
-                if not request.has_mover:
-                    self._count_unmoved(src, 1)
-        if self._refused or self._changed:
+                self._requests.put(request, ((request.src, request.tag),))
+        if self._refused:
             self._prompt()
         if is_over:
             self._tell(request)
-
-    def is_awaited(self, peer: int) -> bool:
-        """Whether a request waits for ``peer``'s messages whose maker does not move them."""
-        return bool(self._unmoved.get(peer) or self._unmoved.get(None))
 
     def has_room(self, peer: int) -> bool:
         """Whether another message of ``peer``'s may come; if not, it is prompted when it may.
@@ -321,29 +308,17 @@ class Mailbox:
         None may while its messages fill their share and nobody asks for another one.
         """
         with self._lock:
-            is_full = self._kept_nbytes.get(peer, 0) > _KEPT_MAX_NBYTES and self._is_full(peer)
+            is_full = self._is_full(peer)
             (self._refused.add if is_full else self._credited.discard)(peer)
             return not is_full
 
-    def _count_unmoved(self, src: int | None, more: int) -> None:
-        count = self._unmoved[src] = self._unmoved.get(src, 0) + more
-        if count == (more > 0):  # the first one, or no more
-            self._changed.add(src)
-
     def _prompt(self) -> None:
-        """Prompt those that are awaited now, or no more, or for whose messages there is room."""
+        """Prompt those for whose messages there is room again."""
         with self._lock:
             ready = {peer for peer in self._refused if not self._is_full(peer)}
             self._refused -= ready
-            changed, self._changed = self._changed, set()
-            to_all = None in changed
-            prompts = [
-                prompt
-                for peer, prompt in self._prompts.items()
-                if to_all or peer in changed or peer in ready
-            ]
-        for prompt in prompts:
-            prompt()
+        for peer in ready:
+            self._prompts[peer]()
 
     def _serve(self, request: RecvRequest) -> bool:
         """Give ``request`` a message that is here, without telling anybody."""
@@ -396,8 +371,6 @@ class Mailbox:
             for request in served:
                 is_taken &= request.tell()
             served = [] if is_taken else self._served(arrival)
-        if self._changed:
-            self._prompt()
 
     def _served(self, arrival: Arrived) -> list[RecvRequest]:
         """The requests that a message ends; where none of them takes it, it is kept."""
@@ -427,8 +400,6 @@ class Mailbox:
                 request.verdict = verdict
         if is_waiting:
             request.tell()
-        if self._changed:
-            self._prompt()
 
     def take_back(self, request: RecvRequest) -> bool:
         """Take a request back, if it still waits; returns whether it did."""
@@ -436,8 +407,6 @@ class Mailbox:
             is_taken = self._remove(request)
         if is_taken:
             request.on_end = None
-        if self._changed:
-            self._prompt()
         return is_taken
 
     def cancel(self, request: RecvRequest) -> None:
@@ -445,18 +414,11 @@ class Mailbox:
         with self._lock:
             self._remove(request)
         request.on_end = None
-        if self._changed:
-            self._prompt()
         if request.arrival is not None and not request.is_probe:
             self.give_back(request.arrival)
 
     def _remove(self, request: RecvRequest) -> bool:
-        is_waiting = self._requests.take(request, ((request.src, request.tag),))
-        if is_waiting:
-            self._asking[request.src] -= 1
-            if not request.has_mover:
-                self._count_unmoved(request.src, -1)
-        return is_waiting
+        return self._requests.take(request, ((request.src, request.tag),))
 
     def fail(self, peer: int, source: object, verdict: Verdict, *, is_for_any: bool) -> None:
         """End the requests that wait for ``peer`` alone, or also those for any rank.
@@ -491,12 +453,11 @@ class Mailbox:
                 request.verdict = verdict
         for request in ended:
             request.tell()
-        if self._changed:
-            self._prompt()
 
     def _is_full(self, peer: int) -> bool:
-        is_wanted = peer in self._credited or self._asking.get(peer) or self._asking.get(None)
-        return self._kept_nbytes.get(peer, 0) > _KEPT_MAX_NBYTES and not is_wanted
+        if self._kept_nbytes.get(peer, 0) <= _KEPT_MAX_NBYTES or peer in self._credited:
+            return False
+        return not any(src in {peer, None} for src, _ in self._requests.shelves)
 
     def _first(self, pattern: _Pattern) -> Arrived | None:
         for each in self._arrived.shelves.get(pattern, _EMPTY).values():

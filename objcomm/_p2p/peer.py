@@ -8,24 +8,22 @@ and a receiver can wait for any sender: a link has neither a probe nor a receive
 from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
-import math
+import struct
 import threading
 import weakref
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
+from hmac import compare_digest
 from typing import TYPE_CHECKING, Self
 
-from objcomm._algorithms.device import DevicePath
-from objcomm._algorithms.exchange import Exchange
 from objcomm._config import FOREVER_SECONDS, process_settings, settings
 from objcomm._failures.losses import end_by_loss
+from objcomm._failures.mesh import PROOF_NBYTES, Mesh
 from objcomm._failures.verdict import FAREWELLS, Cause, Verdict, proposal_for, regions
 from objcomm._failures.watchdog import expect
-from objcomm._observe.history import CallRecord
 from objcomm._p2p.mailbox import Arrived, Mailbox
-from objcomm._transport.lane import Lane
-from objcomm._transport.link import Deadline, LinkError
+from objcomm._transport.link import Deadline, LinkError, head_tag
 from objcomm._transport.threads import (
     AlarmClock,
     Alone,
@@ -40,64 +38,75 @@ from objcomm._transport.threads import (
 )
 from objcomm._wire.admission import Gate
 from objcomm._wire.header import HEADER_NBYTES, Header, Operation
-from objcomm._wire.message import compose
 from objcomm._wire.signing import environment_secret
-from objcomm.errors import BrokenGroupError, ObjcommError, TransportError, UsageError
+from objcomm.errors import (
+    BrokenGroupError,
+    ObjcommError,
+    TransportError,
+    UsageError,
+    WireError,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import TracebackType
 
     from objcomm._calls.group import Group
     from objcomm._failures.channel import Channel
-    from objcomm._failures.mesh import Mesh
+    from objcomm._observe.history import CallRecord
+    from objcomm._transport.lane import Lane
+    from objcomm._transport.link import Awaitable
 
 
 _LOOK_SECONDS = 0.5
 _LISTENER = "objcomm-listen"
 
-# Of the lane on which two ranks tell each other what they take. The other one has 0.
-_TAKE_LANE = 1
-
-# What can be told there.
+#: The tag of the words by which two ranks tell each other what they take. Messages have lane 0.
+WORD_TAG = head_tag(1)
+#: A word, and the number of the message that it is about.
+_WORD = struct.Struct("<BQ")
 _WORDS = (Operation.TAKE, Operation.READY, Operation.START)
+
+_SEND = int(Operation.SEND)
+
+
+def word(mesh: Mesh, of: Operation, number: int) -> bytes:
+    """What tells the other rank a word on the message with a number."""
+    said = _WORD.pack(of, number)
+    return said + mesh.proof(mesh.rank, said)
 
 
 class Offers:
-    """Messages that one of two ranks has offered, over one connection, and the other one takes.
+    """What one of two ranks has offered over one connection, and the other one has yet to answer.
 
-    What follows the head of such a message stays with its sender, and no thread waits there until
-    the receiver says that it takes it: whoever waits for a connection's bytes waits for one
-    message only, and the receiver may take the last one first. That word has a lane of its own, so
-    that it comes through where the other one is full of messages that nobody takes. So have those
-    by which the two agree on transfers between their devices, see ``DeviceTurn``.
+    What follows the head of a message that is offered stays with its sender, and no thread waits
+    there until the receiver says that it takes it: whoever waits for a connection's bytes waits for
+    one message only, and the receiver may take the last one first. That word has a lane of its own,
+    so that it comes through where the other one is full of messages that nobody takes. So have
+    those by which the two agree on transfers between their devices, see ``DeviceTurn``.
 
     Attributes:
         mesh: the connection.
         peer: the other rank.
         turns: of transfers between the two ranks' devices.
-        is_interrupted: as of ``Link``; then nothing can be said.
+        is_interrupted: as of ``Link``; then nothing can be offered.
     """
 
-    def __init__(self, mesh: Mesh, peer: int, pool: ThreadPool) -> None:
+    def __init__(self, mesh: Mesh, peer: int) -> None:
         """Begin.
 
         Args:
-            mesh: the connection; the two have met.
+            mesh: the connection.
             peer: the other rank.
-            pool: lends a thread as long as this rank has offered something.
         """
         self.mesh = mesh
         self.peer = peer
         self.turns = TicketQueue()
-        self._pool = pool
         self._apart = ThreadPool()
-        self._lane = Lane("taken", _TAKE_LANE, threading.current_thread(), TicketQueue())
-        self._judge = _Judge(mesh, self._lane, peer, _WORDS)
         self._lock = guard()
         self.is_interrupted: Callable[[], bool] = self._lock._is_owned  # noqa: SLF001  # as Condition asks
         self._offered: dict[tuple[int, int], Callable[[bool], object]] = {}  # by word and number
-        self._is_heard = False
+        self._is_over = False
 
     def put(
         self, number: int, on_end: Callable[[bool], object], word: Operation = Operation.TAKE
@@ -106,65 +115,45 @@ class Offers:
 
         Args:
             number: the message's; what the other rank answers with that word is sent after this.
-            on_end: called once, on a thread of the pool, when the other rank says so, or when the
-                connection has ended; with whether it has said so. Must not raise.
+            on_end: called once when the other rank says so, or when the connection has ended; with
+                whether it has said so. May be called in a step of the link, and must not wait.
             word: what the other rank is to say.
-
-        Raises:
-            RuntimeError: this process can start no more threads; nothing was offered.
         """
         with self._lock:
-            self._offered[word, number] = on_end
-            if self._is_heard:
+            if not self._is_over:
+                self._offered[word, number] = on_end
                 return
-            self._is_heard = True
-            try:
-                self._pool.submit(self._hear)
-            except BaseException:
-                self._is_heard = False
-                del self._offered[word, number]
-                raise
+        on_end(False)  # noqa: FBT003  # a callback's
 
     def withdraw(self, number: int, word: Operation = Operation.TAKE) -> bool:
         """Take an offer back; returns whether it stood: ``on_end`` is never called then."""
         with self._lock:
             return self._offered.pop((word, number), None) is not None
 
-    def say(
-        self, word: Operation, number: int, call: CallRecord, deadline: Deadline, gate: Gate
-    ) -> Exchange:
-        """Begin to tell the other rank, for instance that its message is taken.
-
-        Args:
-            word: what to tell.
-            number: the message's.
-            call: sends or receives it.
-            deadline: the call's.
-            gate: the call's.
-
-        Returns:
-            What has begun, for the caller to finish.
+    def hear(self, raw: bytes) -> bool:
+        """Take in a word of the other rank's; always returns True, as there is room for it.
 
         Raises:
-            ObjcommError: the connection has ended.
+            WireError: it is none.
         """
+        said, proof = raw[: _WORD.size], raw[_WORD.size : _WORD.size + PROOF_NBYTES]
+        is_known = len(raw) >= _WORD.size and said[0] in _WORDS
+        if not is_known or not compare_digest(proof, self.mesh.proof(self.peer, said)):
+            raise WireError(f"rank {self.peer} has sent a word that no rank of objcomm sends")
         with self._lock:
-            header = Header(
-                operation=word,
-                sender=self.mesh.rank,
-                root=self.peer,
-                lane=_TAKE_LANE,
-                group=self.mesh.number,
-                sequence=self._lane.sequence,
-                call_site=call.header.call_site,
-                tag=number,
-            )
-            link = self.mesh.connections_for(call.operation)
-            said = CallRecord(header, call.operation)
-            exchange = Exchange(link, self._lane, said, deadline, gate, device=DevicePath())
-            exchange.send_head(compose(header, b""), [self.peer], destination=self.peer)
-            self._lane.sequence += 1
-        return exchange
+            on_end = self._offered.pop(_WORD.unpack(said), None)
+        if on_end is not None:  # else it was withdrawn
+            on_end(True)  # noqa: FBT003  # a callback's
+        return True
+
+    def fail(self) -> None:
+        """The connection has ended: nothing is said any more."""
+        with self._lock:
+            self._is_over = True
+            left = list(self._offered.values())
+            self._offered.clear()
+        for on_end in left:
+            on_end(False)  # noqa: FBT003  # a callback's
 
     def carry_out(self, transfer: Callable[[], None]) -> None:
         """Let another thread do a transfer between the devices, and wait until it is over.
@@ -197,33 +186,6 @@ class Offers:
         """
         if self.mesh.verdict is not None:
             raise self.mesh.verdict.error("send")
-
-    def _hear(self) -> None:
-        """Until all that was offered is taken, or the connection has ended."""
-        with _ends_settled(self.mesh, self.peer):
-            link = self.mesh.connections_for("send")
-            while self._is_any_offered():
-                raw = link.take(self.peer, self._lane.tag, math.inf)
-                header = self._judge.header_of(raw)
-                self._lane.taken += 1
-                self._end([(header.operation, header.tag)], is_said=True)
-        if self.mesh.verdict is not None:
-            with self._lock:
-                self._is_heard = False
-                left = list(self._offered)
-            self._end(left, is_said=False)
-
-    def _is_any_offered(self) -> bool:
-        with self._lock:
-            self._is_heard = bool(self._offered) and self.mesh.verdict is None
-            return self._is_heard
-
-    def _end(self, awaited: list[tuple[int, int]], *, is_said: bool) -> None:
-        with self._lock:
-            ended = [self._offered.pop(each, None) for each in awaited]
-        for on_end in ended:
-            if on_end is not None:  # else it was withdrawn
-                on_end(is_said)
 
 
 class DeviceTurn:
@@ -259,11 +221,7 @@ class DeviceTurn:
         self._place = Ticket(offers.turns)
 
     def begin(self) -> None:
-        """Hear the other rank's word from now on: before anything is sent that it may answer.
-
-        Raises:
-            RuntimeError: this process can start no more threads.
-        """
+        """Hear the other rank's word from now on: before anything is sent that it may answer."""
         if self._is_sender or not self._is_lower:
             self._offers.put(self._number, self._hear, self._awaited)
 
@@ -335,14 +293,12 @@ class Pair:
         self.leaving = SerialQueue(peers.pool)
         self.arriving = SerialQueue(peers.pool)
         self.has_device_path = True
-        self._pool = peers.pool
-        self._offers: Offers | None = None
         self._channel = channel
         self._rank = rank
         self._mailbox = peers.mailbox
         self._lock = guard()
         self._change = Alone("a call with the same rank")
-        self._inlet: _Inlet | None = None
+        self._arrivals: _Arrivals | None = None
 
     def admit(self, operation: str) -> tuple[Mesh, Lane]:
         """The connection, made or not, for a call that can wait for it elsewhere.
@@ -353,15 +309,15 @@ class Pair:
             UsageError: the group is destroyed.
         """
         mesh, lane = self._channel.admit(operation, "", self.order)
-        inlet = self._inlet
-        if inlet is None or inlet.mesh is not mesh:
+        arrivals = self._arrivals
+        if arrivals is None or arrivals.mesh is not mesh:
             with self._lock, self._change:
-                former = self._inlet
+                former = self._arrivals
                 verdict = None if former is None else former.mesh.verdict
                 if former is None or (former.mesh is not mesh and verdict is not None):
                     if former is not None:
                         former.fail()
-                    self._inlet = _Inlet(mesh, lane, self.peer, self._mailbox, former)
+                    self._arrivals = _Arrivals(mesh, lane, self.peer, self._mailbox, former)
         return mesh, lane
 
     def admit_among(self, operation: str) -> tuple[Mesh, Lane] | None:
@@ -405,27 +361,29 @@ class Pair:
         Raises:
             RuntimeError: this process can start no more threads; the next call tries again.
         """
-        inlet = self._inlet
-        if inlet is None or inlet.mesh is not mesh:
-            return mesh.verdict  # the inlet that replaced it has ended all requests
-        if not inlet.is_begun:
+        arrivals = self._arrivals
+        if arrivals is None or arrivals.mesh is not mesh:
+            return mesh.verdict  # what replaced them has ended all requests
+        if not arrivals.is_begun:
             mesh.begin_meeting(self._channel.store(), Deadline(FOREVER_SECONDS))
-            inlet.begin()
+            arrivals.begin()
         elif mesh.verdict is not None:
-            inlet.fail()
+            arrivals.fail()
         return None
 
+    def signal(self) -> Awaitable | None:
+        """What a thread can wait for while it moves the connection; None if there is none."""
+        mesh = self._channel.mesh
+        return None if mesh is None or mesh.link is None else mesh.link.signal()
+
     def offers(self, mesh: Mesh) -> Offers:
-        """What the two have offered each other over a connection on which they have met."""
-        with self._lock, self._change:
-            found = self._offers
-            if found is None or found.mesh is not mesh:
-                found = Offers(mesh, self.peer, self._pool)
-                inlet = self._inlet
-                # Else it has ended, and so has all that is offered.
-                if inlet is not None and inlet.mesh is mesh:
-                    self._offers = found
-            return found
+        """What the two have offered each other over a connection."""
+        arrivals = self._arrivals
+        if arrivals is not None and arrivals.mesh is mesh:
+            return arrivals.offers
+        ended = Offers(mesh, self.peer)
+        ended.fail()
+        return ended
 
     def check_uninterrupted(self, operation: str) -> None:
         """See that a call of this thread can send and receive.
@@ -433,11 +391,11 @@ class Pair:
         Raises:
             UsageError: it is a handler's or a destructor's, and has interrupted one that does.
         """
-        inlet, offers = self._inlet, self._offers
-        link = None if inlet is None else inlet.mesh.link
+        arrivals = self._arrivals
+        link = None if arrivals is None else arrivals.mesh.link
         if (
             (link is not None and link.is_interrupted())
-            or (offers is not None and offers.is_interrupted())
+            or (arrivals is not None and arrivals.offers.is_interrupted())
             or self._lock._is_owned()  # noqa: SLF001  # as Condition asks
         ):
             raise UsageError(f"{operation}: {interrupted('a call with the same rank')}")
@@ -489,16 +447,17 @@ def peers_of(group: Group) -> Peers:
     return found
 
 
-class _Inlet:
-    """Takes in the first parts of what one rank sends over one connection, on any thread.
+class _Arrivals:
+    """What one rank sends over one connection: messages for the mailbox, and words on offers.
 
     Attributes:
         mesh: the connection.
+        offers: what this rank has offered the other one.
         is_begun: whether there is a thread that attends to it.
     """
 
     def __init__(
-        self, mesh: Mesh, lane: Lane, peer: int, mailbox: Mailbox, former: _Inlet | None
+        self, mesh: Mesh, lane: Lane, peer: int, mailbox: Mailbox, former: _Arrivals | None
     ) -> None:
         """Begin.
 
@@ -510,17 +469,17 @@ class _Inlet:
             former: takes in what came over the last connection.
         """
         self.mesh = mesh
+        self.offers = Offers(mesh, peer)
         self.is_begun = False
         self._lane = lane
         self._peer = peer
         self._mailbox = mailbox
         self._thread = OnceThread(_LISTENER)
         self._former = None if former is None else former._thread  # noqa: SLF001  # its own class
-        self._judge = _Judge(mesh, lane, peer, (Operation.SEND,))
-        self._error: Exception | None = None
+        self._settings = chosen = settings()
+        self._keyless = Gate(replace(chosen, secret=None), "", mesh.rank)
         # By no method: the mailbox would hold this, and a cycle would keep connections open.
-        self._prompt = partial(_prompt, weakref.ref(mesh), peer, lane.tag)
-        mailbox.expect(peer, mesh, self._prompt)
+        mailbox.expect(peer, mesh, partial(_prompt, weakref.ref(mesh), peer))
 
     def begin(self) -> None:
         """Let a thread attend, unless one does; keeps no group alive.
@@ -531,37 +490,12 @@ class _Inlet:
         self._thread.start(partial(self._attend, regions.get()))
 
     def fail(self) -> None:
-        """End the requests that wait for the peer, which is gone."""
+        """End what waits for the peer, which is gone."""
         verdict = self.mesh.verdict
         if verdict is not None:
             is_for_any = _concerns_any(verdict)
             self._mailbox.fail(self._peer, self.mesh, verdict, is_for_any=is_for_any)
-
-    def _accept(self, raw: bytes) -> bool:
-        """Put a message into the mailbox; returns False if there is no room, or was an error."""
-        mesh, peer, lane, mailbox = self.mesh, self._peer, self._lane, self._mailbox
-        if self._error is not None or (mesh.verdict is None and not mailbox.has_room(peer)):
-            return False
-        try:
-            header = self._judge.header_of(raw)
-        except Exception as error:  # noqa: BLE001  # raised by ``_is_awaited``
-            self._error = error
-            self._prompt()
-            return False
-        raw, nbytes = raw[: header.head_nbytes], HEADER_NBYTES + header.nbytes
-        lane.taken += 1
-        mailbox.deliver(Arrived(peer, header.tag, nbytes, header, raw, mesh, lane))
-        return True
-
-    def _is_awaited(self) -> bool:
-        """Whether a message is awaited that no thread moves.
-
-        Raises:
-            ObjcommError: what has come is not the peer's next message to this rank.
-        """
-        if self._error is not None:
-            raise self._error
-        return self._mailbox.is_awaited(self._peer)
+            self.offers.fail()
 
     def _attend(self, blocks: tuple[str, ...]) -> None:
         """Until the connection ends, and what has come over it is taken in.
@@ -572,7 +506,7 @@ class _Inlet:
         mesh, lane, peer = self.mesh, self._lane, self._peer
         self.is_begun = True
         expect(mesh, threading.current_thread())
-        with _ends_settled(mesh, peer):
+        try:
             link = mesh.connections_for("recv")
             told = mesh.met_too_late(blocks)
             if told is not None:  # what comes is not for who still waits in the block
@@ -581,67 +515,49 @@ class _Inlet:
                         entry.withdraw(told)
             if self._former is not None:
                 self._former.join()  # what came over the last connection comes first
-            link.attend(peer, lane.tag, self._accept, self._is_awaited)
-        if mesh.link is not None:
-            with contextlib.suppress(LinkError):  # what had no room has some now
-                while self._accept(mesh.link.take(peer, lane.tag, 0.0)):
-                    pass
+            link.attend(peer, {lane.tag: self._accept, WORD_TAG: self.offers.hear})
+        except LinkError as error:
+            lost = proposal_for(TransportError("recv", (peer,), error.reason), mesh.rank)
+            end_by_loss(mesh, lost)
+            with contextlib.suppress(LinkError, ObjcommError):  # what had no room has some now
+                while mesh.link is not None:
+                    self._accept(mesh.link.take(peer, lane.tag, 0.0))
+        except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
+            mesh.settle(proposal_for(error, mesh.rank))
         self.fail()
 
-
-@contextlib.contextmanager
-def _ends_settled(mesh: Mesh, peer: int) -> Iterator[None]:
-    """A block on a thread of objcomm's own: what ends it ends the connection, and is told."""
-    try:
-        yield
-    except ObjcommError as error:
-        mesh.settle(proposal_for(error, mesh.rank))
-    except LinkError as error:
-        lost = proposal_for(TransportError("recv", (peer,), error.reason), mesh.rank)
-        end_by_loss(mesh, lost)
-    except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
-        mesh.settle(proposal_for(error, mesh.rank))
-
-
-class _Judge:
-    """Holds the messages that come on one lane of a connection against what is due there."""
-
-    def __init__(self, mesh: Mesh, lane: Lane, peer: int, operations: tuple[int, ...]) -> None:
-        self._mesh = mesh
-        self._lane = lane
-        self._peer = peer
-        self._operations = operations
-        self._settings = chosen = settings()
-        self._keyless = Gate(replace(chosen, secret=None), "", mesh.rank)
-
-    def header_of(self, raw: bytes) -> Header:
-        """The header of what arrived.
+    def _accept(self, raw: bytes) -> bool:
+        """Put a message into the mailbox; returns False if there is no room.
 
         Raises:
             ObjcommError: it is not the peer's next message to this rank.
         """
-        mesh, lane, peer, gate = self._mesh, self._lane, self._peer, self._keyless
+        mesh, peer, lane, mailbox = self.mesh, self._peer, self._lane, self._mailbox
+        if mesh.verdict is None and not mailbox.has_room(peer):
+            return False
+        gate = self._keyless
         # A key set for a block only is known only if listening began in that block.
         current = process_settings()
         chosen = self._settings if current.secret is None else current
         if chosen.secret is not None or environment_secret() is not None:
             gate = Gate(chosen, mesh.session, mesh.rank)
         header = gate.header_in(raw, peer)
-        found = header.operation
-        operation = found if found in self._operations else self._operations[0]
         # The fields that must agree are consecutive, from the operation to the fingerprint.
-        due = operation, peer, mesh.rank, lane.number, 0, mesh.number, lane.taken, 0
+        due = _SEND, peer, mesh.rank, lane.number, 0, mesh.number, lane.taken, 0
         if gate.signer is not None or header[2:10] != due:
             gate.check_call(Header(0, 0, *due), header, peer)
             gate.check_addressed(header)
-        return header
+        raw, nbytes = raw[: header.head_nbytes], HEADER_NBYTES + header.nbytes
+        lane.taken += 1
+        mailbox.deliver(Arrived(peer, header.tag, nbytes, header, raw, mesh, lane))
+        return True
 
 
-def _prompt(of: weakref.ref[Mesh], peer: int, tag: int) -> None:
+def _prompt(of: weakref.ref[Mesh], peer: int) -> None:
     """Let the thread that attends to a peer's messages, if there is one, look again."""
     mesh = of()
     if mesh is not None and mesh.link is not None:
-        mesh.link.prompt(peer, tag)
+        mesh.link.prompt(peer)
 
 
 def _concerns_any(verdict: Verdict) -> bool:

@@ -64,7 +64,7 @@ from objcomm._wire.header import WINDOW_NBYTES
 from objcomm._world import CONNECT_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 
 # What Gloo says of connections that it closed because a wait of this rank's own timed out, and to
@@ -258,23 +258,43 @@ class GlooLink:
             standing = self._standing[peer, tag] = _StandingReceive(self, peer, tag)
         return standing.take(until)
 
-    def attend(
-        self,
-        peer: int,
-        tag: int,
-        accept: Callable[[bytes], bool],
-        is_awaited: Callable[[], bool],
-    ) -> NoReturn:
-        """See ``Connections``: the calling thread takes all in, and no other one does."""
+    def attend(self, peer: int, accepts: Mapping[int, Callable[[bytes], bool]]) -> NoReturn:
+        """See ``Connections``: a thread for each tag takes all in, because each waits in Gloo."""
+        failed: list[BaseException] = []
+
+        def attend_to(tag: int, accept: Callable[[bytes], bool]) -> None:
+            try:
+                self._take_all(peer, tag, accept)
+            except LinkClosed:
+                pass
+            except BaseException as error:  # noqa: BLE001  # raised by the calling thread
+                failed.append(error)
+                self.abort()
+
+        first, *others = accepts.items()
+        name = threading.current_thread().name
+        threads = [
+            threading.Thread(target=attend_to, args=each, name=name, daemon=True) for each in others
+        ]
+        for each in threads:
+            each.start()
+        try:
+            self._take_all(peer, *first)
+        except LinkClosed:
+            for each in threads:
+                each.join()
+            if failed:
+                raise failed.pop() from None
+            raise
+
+    def _take_all(self, peer: int, tag: int, accept: Callable[[bytes], bool]) -> NoReturn:
         while True:
             message = self.take(peer, tag, math.inf)
             while not accept(message):
-                is_awaited()
                 if self._prompted.wait(_LOOK_SECONDS):
                     self._prompted = Signal()
-            is_awaited()
 
-    def prompt(self, peer: int, tag: int) -> None:  # noqa: ARG002  # there is one that attends
+    def prompt(self, peer: int) -> None:  # noqa: ARG002  # whoever is asked again is soon done
         """See ``Connections``."""
         self._prompted.set()
 

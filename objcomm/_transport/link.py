@@ -7,7 +7,7 @@ that and on nothing else, and ``check_link`` of ``tests/contracts.py`` holds eac
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, Protocol
 
@@ -349,33 +349,25 @@ class Connections(Link, Protocol):
     def call(self, peer: int) -> None:
         """Connect to a peer where that was not done, so that its end is noticed; returns soon."""
 
-    def attend(
-        self,
-        peer: int,
-        tag: int,
-        accept: Callable[[bytes], bool],
-        is_awaited: Callable[[], bool],
-    ) -> NoReturn:
-        """Have all first messages of a peer with a tag taken in until its connection has ended.
+    def attend(self, peer: int, accepts: Mapping[int, Callable[[bytes], bool]]) -> NoReturn:
+        """Have all first messages of a peer with some tags taken in until its connection has ended.
 
         Nobody takes them by ``take``. Any thread of this rank that waits for the link may take them
-        in. Only where none does the calling one, at once or some milliseconds later.
+        in; where none does, the calling one. A peer has one thread that attends to it.
 
         Args:
             peer: who sends them.
-            tag: of ``head_tag``.
-            accept: takes one in, as ``take`` gives it, or returns False: then it is asked again
-                after a ``prompt``, and the peer can send no more than a few meanwhile. Called in
-                order, in a step of the link: it may neither raise nor wait for anything.
-            is_awaited: whether one is wanted at once for which no thread waits in a ``signal`` of
-                this link. What it raises ends this.
+            accepts: by tag, of ``head_tag``: takes one in, as ``take`` gives it, or returns False:
+                then it is asked again after a ``prompt``, and the peer can send no more than a few
+                meanwhile. Called in order, in a step of the link: it may not wait for anything.
+                What it raises ends this.
 
         Raises:
-            LinkClosed: the connection has ended, and what had come before was given to ``accept``.
+            LinkClosed: the connection has ended, and what had come before was given out.
         """
 
-    def prompt(self, peer: int, tag: int) -> None:
-        """Let the attending thread ask again, ``accept`` as well; never waits."""
+    def prompt(self, peer: int) -> None:
+        """Let the attending thread ask again what was not accepted; never waits."""
 
     def signal(self) -> Awaitable:
         """Something to wait for, once, while the calling thread moves the link.

@@ -71,6 +71,7 @@ class Mover:
         """
         self._spin_seconds = spin_seconds
         self._waited_seconds = math.inf  # by the last thread that moved until its wait was over
+        self._waited_until = -math.inf  # when that was
         self.sockets: dict[int, Socketed] = {}
         # A byte in there wakes the mover.
         self._alarm, self._heard = socket.socketpair()
@@ -153,7 +154,8 @@ class Mover:
                         if awaited.is_over:
                             break
                 finally:
-                    self._waited_seconds = time.monotonic() - began
+                    self._waited_until = now = time.monotonic()
+                    self._waited_seconds = now - began
                     with self.lock:
                         self._mover, self.moved_for = before
                         if before[0]:
@@ -198,6 +200,10 @@ class Mover:
 
     # ------------------------------------------------------------------ other threads
 
+    def is_in_use(self, seconds: float) -> bool:
+        """Whether a thread that waits moves all, or one did within the last so many seconds."""
+        return self.moved_for is not None or time.monotonic() < self._waited_until + seconds
+
     def end(self, awaited: Awaited) -> None:
         """Let a wait be over, by any thread."""
         is_within = self.is_interrupted()  # what the mover has found it looks at itself
@@ -226,12 +232,8 @@ class Mover:
 
     # ------------------------------------------------------------------ moving
 
-    def move_what_is_there(self, seconds: float = 0.0) -> None:
-        """Handle what has come, unless another thread does so anyway.
-
-        Args:
-            seconds: what comes so soon after is handled as well, as long as nobody else waits.
-        """
+    def move_what_is_there(self) -> None:
+        """Handle what has come, unless another thread does so anyway."""
         if self.is_interrupted() or not self.lock.acquire(blocking=False):
             return
         me = threading.get_ident()
@@ -243,9 +245,7 @@ class Mover:
         finally:
             self.lock.release()
         try:
-            while self._move_once(seconds) and seconds:
-                if self._waiting or self.is_aborted:
-                    break
+            self._move_once(0.0)
         finally:
             with self.lock:  # as in ``await_end``
                 self._mover, self.moved_for = before
@@ -254,11 +254,11 @@ class Mover:
                 else:
                     self._wake_one()
 
-    def _move_once(self, seconds: float) -> bool:
-        """Handle what comes within so many seconds; returns whether there was anything."""
+    def _move_once(self, seconds: float) -> None:
+        """Handle what comes within so many seconds."""
         events = self.events.poll(seconds)
         if not events:
-            return False
+            return
         with self.lock:
             for descriptor, event in events:
                 handler = self.sockets.get(descriptor)
@@ -268,7 +268,6 @@ class Mover:
                 elif descriptor == self._heard.fileno() and not self.is_aborted:
                     with contextlib.suppress(BlockingIOError):  # a signal's handler has heard it
                         self._heard.recv(64)
-        return True
 
 
 class Signal(Awaited):

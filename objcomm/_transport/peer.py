@@ -51,7 +51,7 @@ class Peer:
         ended: why the connection has ended; empty while it is up.
         farewell: what the peer has said before it closed the connection.
         arrived: by tag: what came before it was asked for, as bytes or as an offer's number.
-        attended: by tag: what takes in all first messages.
+        attendance: takes in first messages, if a thread attends to this peer.
         bells: by tag: what a thread waits for that takes first messages; over when there is one.
         outgoing: what has yet to go out, in order: bytes, the transfer that they end, and what is
             handed over with the first of them.
@@ -79,7 +79,7 @@ class Peer:
         "_view",
         "_waiting",  # how many words and offers are in ``arrived``
         "arrived",
-        "attended",
+        "attendance",
         "bells",
         "contents",
         "descriptors",
@@ -95,7 +95,7 @@ class Peer:
         self.ended = ""
         self.farewell = b""
         self.arrived: dict[int, deque[bytes | int]] = {}
-        self.attended: dict[int, Attendance] = {}
+        self.attendance: Attendance | None = None
         self.bells: dict[int, Awaited] = {}
         self.outgoing: deque[tuple[memoryview, Transfer | None, Share | None]] = deque()
         self.contents: deque[tuple[memoryview, Transfer | None, Share | None]] = deque()
@@ -213,10 +213,17 @@ class Peer:
 
     def give_out(self, tag: int) -> None:
         """Hand what has come to the function that accepts all messages with a tag."""
-        arrived, accept = self.arrived.get(tag), self.attended[tag].accept
-        while arrived and accept(arrived[0]):  # type: ignore[arg-type]  # likewise
-            message: bytes = arrived.popleft()  # type: ignore[assignment]  # likewise
-            self._note_taken(tag, len(message))
+        arrived, attendance = self.arrived.get(tag), self.attendance
+        if not arrived or attendance is None or attendance.error is not None:
+            return
+        accept = attendance.accepts[tag]
+        try:
+            while arrived and accept(arrived[0]):  # type: ignore[arg-type]  # likewise
+                message: bytes = arrived.popleft()  # type: ignore[assignment]  # likewise
+                self._note_taken(tag, len(message))
+        except Exception as error:  # noqa: BLE001  # raised by the attending thread
+            attendance.error = error
+            attendance.prompt()
 
     def post(self, transfer: Transfer, tag: int) -> None:
         """Let a receive have what has come, or wait for it.
@@ -372,7 +379,7 @@ class Peer:
             self.refuse("more first messages than it may be ahead")
             return
         arrived.append(bytes(content))  # which copies no bytes
-        if self.attended and tag in self.attended:
+        if self.attendance is not None and tag in self.attendance.accepts:
             self.give_out(tag)
             return
         bell = self.bells.get(tag)
@@ -525,6 +532,5 @@ class Peer:
         for queue in (self.outgoing, self.contents, self.descriptors, self._rooms):
             queue.clear()
         self.filling = self._filled = None
-        for attendance in self.attended.values():
-            attendance.bell.end()
-            attendance.prompt()
+        if self.attendance is not None:
+            self.attendance.prompt()

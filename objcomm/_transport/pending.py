@@ -12,7 +12,7 @@ from objcomm._transport.threads import guard
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from objcomm._transport.link import Memory
     from objcomm._transport.share import Share
@@ -127,27 +127,24 @@ class Loan(Transfer):
 
 
 class Attendance:
-    """Takes in all first messages of a peer with a tag; see ``Connections.attend``.
+    """Takes in the first messages of a peer; see ``Connections.attend``.
 
     Attributes:
-        accept: takes one in.
-        bell: what the attending thread waits for, if a message is awaited.
-        prompts: a descriptor on which that thread hears all that is for it; the mover does not.
+        accepts: by tag, what takes one in.
+        error: what one of them has raised; it takes in no more.
+        prompts: a descriptor on which the attending thread hears that it is to look again.
     """
 
-    __slots__ = ("_lock", "accept", "bell", "prompts")
+    __slots__ = ("_lock", "accepts", "error", "prompts")
 
-    def __init__(self, accept: Callable[[bytes], bool]) -> None:
-        self.accept = accept
-        self.bell = Awaited()
+    def __init__(self, accepts: Mapping[int, Callable[[bytes], bool]]) -> None:
+        self.accepts = accepts
+        self.error: Exception | None = None
         self.prompts = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = guard()
 
     def prompt(self) -> None:
-        """Let the thread look again."""
-        # Without the link's lock: the caller may be within a step of another link. If the thread
-        # misses the end of its wait because of that, its next look finds it.
-        self.bell.is_over = True
+        """Let the thread look again; needs no lock of the link's, which the caller may hold."""
         with self._lock:
             if self.prompts >= 0:
                 os.eventfd_write(self.prompts, 1)

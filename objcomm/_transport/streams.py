@@ -34,7 +34,6 @@ from objcomm._transport.link import (
     LANE_BITS,
     LinkClosed,
     LinkError,
-    LinkTimeout,
     Pending,
 )
 from objcomm._transport.mover import IN_A_HANDLER, OWN_DOING, Mover, Signal, hang_up
@@ -49,10 +48,8 @@ if TYPE_CHECKING:
     from objcomm._transport.link import Borrowed, Memory
     from objcomm._transport.share import Share
 
-# How long the attending thread leaves what comes to a thread that waits, if there is one.
+# How long the attending thread leaves what comes to a thread that waits, or has just waited.
 _STAND_BY_MS = 5
-# As long as something is awaited, it looks this often whether it missed that nothing is any more.
-_LOOK_SECONDS = 0.5
 # The lock's owner may have been interrupted by a signal, whose handler takes its time.
 _PATIENCE_SECONDS = 1.0
 
@@ -305,58 +302,47 @@ class StreamLink:
 
     # ------------------------------------------------------------------ attending threads
 
-    def attend(
-        self,
-        peer: int,
-        tag: int,
-        accept: Callable[[bytes], bool],
-        is_awaited: Callable[[], bool],
-    ) -> NoReturn:
+    def attend(self, peer: int, accepts: Mapping[int, Callable[[bytes], bool]]) -> NoReturn:
         """See ``Connections``."""
         connection = self._connections.get(peer) or self._opened(peer)
-        protocol = connection.peer
-        attendance = protocol.attended[tag] = Attendance(accept)
-        is_prompted, is_idle = select.poll(), select.poll()
-        for each in (is_prompted, is_idle):
+        protocol, mover = connection.peer, self._mover
+        attendance = protocol.attendance = Attendance(accepts)
+        prompted, idle = select.poll(), select.poll()
+        for each in (prompted, idle):
             each.register(attendance.prompts, select.POLLIN)
-        is_idle.register(self._mover.events, select.POLLIN)
+        idle.register(mover.events, select.POLLIN)
         try:
             while True:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(attendance.prompts)
                 with self._lock:
-                    attendance.bell = Awaited()
-                    protocol.give_out(tag)
+                    for tag in accepts:
+                        protocol.give_out(tag)
                     if protocol.outgoing:
                         connection.carry_out()
-                        self._mover.wake_mover()
+                        mover.wake_mover()
+                    if attendance.error is not None:
+                        raise attendance.error
                     if protocol.ended:
                         raise LinkClosed(protocol.ended)
-                if is_awaited():
-                    try:
-                        until = time.monotonic() + _LOOK_SECONDS
-                        self._mover.await_end(attendance.bell, until)
-                    except LinkTimeout:
-                        pass
-                    except LinkClosed:
-                        self.abort()  # see ``wait``
-                        raise
-                # A thread that waits takes in what has come, or is about to; it gets so much time.
-                elif is_idle.poll() and not is_prompted.poll(_STAND_BY_MS):
-                    self._mover.move_what_is_there(_STAND_BY_MS / 1e3)
+                idle.poll()
+                # A thread that waits takes in what has come. So does one that is about to wait
+                # again, as in a row of receives: two threads at it would be in each other's way.
+                if mover.is_in_use(_STAND_BY_MS / 1e3):
+                    prompted.poll(_STAND_BY_MS)
+                else:
+                    mover.move_what_is_there()
         finally:
             with self._lock:  # what accepts may hold this link
-                del protocol.attended[tag]
+                protocol.attendance = None
             attendance.close()
 
-    def prompt(self, peer: int, tag: int) -> None:
+    def prompt(self, peer: int) -> None:
         """See ``Connections``."""
         connection = self._connections.get(peer)
-        attendance = None if connection is None else connection.peer.attended.get(tag)
+        attendance = None if connection is None else connection.peer.attendance
         if attendance is not None:
             attendance.prompt()
-            if self._mover.moved_for is attendance.bell:
-                self._mover.sound()
 
     def signal(self) -> Signal:
         """See ``Connections``."""

@@ -1,11 +1,10 @@
 """A link between threads of one process, so that the routes can be tried at any world size."""
 
-import math
 import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -254,22 +253,19 @@ class MemoryLink:
         del self._standing[peer, tag]
         return room.numpy().tobytes()
 
-    def attend(
-        self,
-        peer: int,
-        tag: int,
-        accept: Callable[[bytes], bool],
-        is_awaited: Callable[[], bool],
-    ) -> NoReturn:
+    def attend(self, peer: int, accepts: Mapping[int, Callable[[bytes], bool]]) -> NoReturn:
         """See ``Connections``."""
         while True:
-            message = self.take(peer, tag, math.inf)
-            while not accept(message):
-                self._prompted.wait(0.5)
-                self._prompted.clear()
-            is_awaited()
+            for tag, accept in accepts.items():
+                try:
+                    message = self.take(peer, tag, time.monotonic() + 0.01)
+                except LinkTimeout:
+                    continue
+                while not accept(message):
+                    self._prompted.wait(0.5)
+                    self._prompted.clear()
 
-    def prompt(self, peer: int, tag: int) -> None:  # noqa: ARG002  # one attends
+    def prompt(self, peer: int) -> None:  # noqa: ARG002  # one attends
         """See ``Connections``."""
         self._prompted.set()
 

@@ -95,24 +95,6 @@ def test_a_request_prompts_a_sender_that_had_no_room(monkeypatch: pytest.MonkeyP
     box.expect(1, FIRST, lambda: prompts.append(1))
     assert not box.has_room(1)
     asked = Asked(1, 8)
-    asked.request.has_mover = True
     box.ask(asked.request)
     assert prompts == [1]
     assert box.has_room(1)
-
-
-def test_who_attends_is_prompted_when_something_is_awaited_and_when_nothing_is_any_more() -> None:
-    prompts: list[bool] = []
-    box = filled()
-    box.expect(1, FIRST, lambda: prompts.append(box.is_awaited(1)))
-    first, second = ask(box, 1), ask(box, 1, 7)
-    assert prompts == [True]
-    box.deliver(arrival(1, 0, "to the first"))
-    assert prompts == [True]
-    box.cancel(second.request)
-    assert prompts == [True, False]
-    ask(box, None)
-    assert prompts == [True, False, True]
-    box.deliver(arrival(2, 0, "another's"))
-    assert prompts == [True, False, True, False]
-    assert first.got == "to the first"

@@ -402,7 +402,7 @@ def test_what_is_accepted_is_taken_and_what_is_not_waits() -> None:
             return True
         return False
 
-    one.attended[HEAD] = attendance = Attendance(accept)
+    one.attendance = attendance = Attendance({HEAD: accept})
     for each in (b"a", b"b", b"c"):
         feed(one, frame(Kind.MESSAGE, HEAD, 1) + each)
     assert taken == [b"a", b"b"]
@@ -645,15 +645,11 @@ def test_an_end_ends_all_waits() -> None:
     lent = Lent(cast("Share", _Memory()), members(9))
     one.lend(lent, TAG)
     bell = one.bells[HEAD] = Awaited()
-    one.attended[TAG] = attendance = Attendance(lambda _: False)
-    attendance.bell.turn = turn = threading.Lock()
-    turn.acquire()
+    one.attendance = attendance = Attendance({HEAD: lambda _: False})
     one.end("it has ended")
     for each in (*into, queued, lent, bell):
         assert each.reason == "it has ended"
         assert each.is_over
-    assert attendance.bell.is_over
-    assert not turn.locked()
     assert os.eventfd_read(attendance.prompts)
     attendance.close()
     late = Loan(9, 1)
