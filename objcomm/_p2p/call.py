@@ -38,7 +38,7 @@ from objcomm._failures.mesh import Mesh
 from objcomm._failures.verdict import Cause, Verdict, regions
 from objcomm._failures.watchdog import died_in, end_elsewhere, hurry
 from objcomm._observe.history import CallRecord, call_site
-from objcomm._observe.tracing import Span, begun
+from objcomm._observe.tracing import Span, begun, profiler
 from objcomm._p2p.mailbox import Arrived, RecvRequest
 from objcomm._p2p.peer import WORD_TAG, DeviceTurn, Offers, Pair, peers_of, word
 from objcomm._transport.lane import Lane
@@ -198,7 +198,8 @@ class P2PCall:
 
     def __enter__(self) -> Self:
         self.begin()
-        self._span = begun(self._name)
+        if profiler._is_profiler_enabled:  # noqa: SLF001  # see ``tracing``
+            self._span = begun(self._name)
         return self
 
     def __exit__(
@@ -215,7 +216,7 @@ class P2PCall:
         """The traffic of the message of this number."""
         entry = self.entry
         entry.header = _numbered(entry.header, mesh, lane, sequence)
-        link, gate = mesh.connections_for(entry.operation), self._gate(mesh)
+        link, gate = mesh.link or mesh.connections_for(entry.operation), self._gate(mesh)
         path = self._device_path
         return Watched(mesh, link, lane, entry, self._deadline, gate=gate, device=path)
 
@@ -282,7 +283,7 @@ def checked_tag(operation: str, tag: object, argument: str = "tag") -> int:
     Raises:
         UsageError: it is none, or too large.
     """
-    number = whole_number(tag)
+    number = tag if type(tag) is int else whole_number(tag)
     if number is not None and 0 <= number <= _TAG_MAX:
         return number
     raise UsageError(f"{operation}: {argument}={tag!r} must be an integer from 0 to {_TAG_MAX}")
@@ -294,14 +295,13 @@ class Send(P2PCall):
     operation = Operation.SEND
 
     is_synchronous = False  # whether it ends no sooner than its message is received
-    # Of a work.
-    _steps: list[Callable[[], None]]  # what is to be done when its turn comes
-    _is_brief = True  # that waits for nobody: nothing follows the head, or stays for now
-    _refusal: RuntimeError | None = None
+    # Of a work: it is queued; then sent, or offered until its receiver takes it, and sent then.
+    _refusal: RuntimeError | None = None  # by the system: there can be no thread for it
+    _offering: Callable[[], None] | None = None  # what is done in its turn, if it is to be offered
     _offered: Watched | None = None
-    _is_taken = False
-    _verdict: Verdict | None = None  # has ended an offer, and nothing else
     _halves: Iterator[int]  # the head was sent, and the receiver takes the message
+    _is_taken = False
+    _verdict: Verdict | None = None  # has ended the offer, and nothing else
     # Of a message with large members on a device.
     _device_turn: DeviceTurn | None = None  # once it was offered
     _stream: torch.Stream | None = None  # on which they leave it
@@ -314,15 +314,16 @@ class Send(P2PCall):
                 self._keep(obj)
             return
         message = None
-        if self._device_types(pair):
+        types = self._device_types(pair)
+        if types:
             self.begin()
-            message = self._message(obj, pair)
+            message = self._message(obj, types)
             if message.following_on_device:
                 self._wait_for(self._launched(pair, obj, message))
                 return
         with self, Ticket(pair.order) as place:
             self.entry.waiter = threading.get_ident()
-            message = self._message(obj, pair) if message is None else message
+            message = self._message(obj, types) if message is None else message
             self._deadline.restart()
             place.take()
             self._transmit(pair, place, message)
@@ -347,30 +348,31 @@ class Send(P2PCall):
         self, pair: Pair, obj: object, message: Message | None = None, *, is_kept: bool = True
     ) -> Work[None]:
         """As ``launch`` of a call that was begun, and of which the message may have been made."""
-        place = Ticket(pair.order, lambda: self._hand_over(pair))
+        place = None
         try:
-            message = self._message(obj, pair) if message is None else message
+            if message is None:
+                message = self._message(obj, self._device_types(pair))
             work = self.work()
-            is_synchronous = self.is_synchronous and self._own_error is None
-            on_device = message.following_on_device
             # What lies on a device always stays: for that both ranks must be ready.
-            is_sent = message.is_all_head or not (is_kept or on_device)
-            if not is_synchronous and is_sent:
-                self._is_brief = message.is_all_head
-                self._steps = [functools.partial(self._finish, None)]
-                self._rest = [work.job(lambda: self._go_on(pair, place, message))]
-            else:
+            on_device = message.following_on_device
+            is_synchronous = self.is_synchronous and self._own_error is None
+            is_all_head = message.is_all_head
+            is_offered = is_synchronous or bool(on_device) or (is_kept and not is_all_head)
+            # Whether its turn is soon over: nothing follows the head, or that stays for now.
+            is_brief = is_offered or is_all_head
+            place = Ticket(pair.order, functools.partial(self._hand_over, pair, is_brief))
+            rest = functools.partial(self._carry_out, pair, place, message, is_offered)
+            if is_offered:
                 header = message.header
                 flags = header.flags | Flag.OFFERED | Flag.ON_DEVICE * bool(on_device)
                 message.header = header._replace(flags=flags)
                 if on_device:
                     self._stream = stream_beside(after_current=True)
+                self._halves = itertools.count()
                 # The rest's own context can't be entered twice.
                 context = contextvars.copy_context()
-                offer = functools.partial(self._offer, pair, place, message)
-                self._steps = [functools.partial(context.run, offer)]
-                self._halves = itertools.count()
-                self._rest = [work.job(lambda: self._go_on_offered(pair, place, message))]
+                self._offering = functools.partial(context.run, self._offer, pair, place, message)
+            self._rest = [work.job(rest)]
             self._deadline.restart()
             place.take()
             if not place.turn.is_set:
@@ -378,8 +380,9 @@ class Send(P2PCall):
         except BaseException as error:  # Ctrl-C, or there can be no more threads
             if self.claim():
                 self._lift_limit()
-                place.leave()
-                self._steps.clear()
+                if place is not None:
+                    place.leave()
+                self._offering = None
                 self._rest.clear()
                 self.conclude(error)
             raise
@@ -437,33 +440,28 @@ class Send(P2PCall):
             if self._ended_by is not None:
                 raise self._ended_by
 
-    def _hand_over(self, pair: Pair) -> None:
+    def _hand_over(self, pair: Pair, is_brief: bool) -> None:  # noqa: FBT001  # a callback's
         """Its turn has come, as some thread knows that must not do the rest: another one does."""
-        line = pair.departing if self._is_brief else self._peers.pool
+        line = pair.departing if is_brief else self._peers.pool
         try:
-            line.submit(self._begin_step)
+            line.submit(self._take_turn)
         except RuntimeError as error:
             if self.claim():
                 self._refusal = error.with_traceback(None)
-                self._steps.clear()
                 self._finish(self._refusal)
 
-    def _begin_step(self) -> None:
+    def _take_turn(self) -> None:
         if self.claim():
             self._lift_limit()
-            self._steps.pop()()
+            if self._offering is None:
+                self._finish(None)
+            else:
+                self._offering()
 
     def _give_up(self, pair: Pair) -> None:
         """Its limit has passed before its turn has come."""
         if self.claim():
-            self._steps.clear()
             self._finish(TransportTimeout(self._name, (pair.peer,), self._deadline.seconds))
-
-    def _go_on(self, pair: Pair, place: Ticket, message: Message) -> None:
-        with self, place:
-            if self._ended_by is not None:
-                raise self._ended_by
-            self._transmit(pair, place, message)
 
     def _offer(self, pair: Pair, place: Ticket, message: Message) -> None:
         """Send the head of a message; the rest waits, without a thread, for the receiver's word."""
@@ -504,7 +502,7 @@ class Send(P2PCall):
         self.entry.is_served |= is_taken
         if next(self._halves):
             rest = functools.partial(self._finish, self._ended_by)
-            if is_taken and message.is_all_head:  # there is none
+            if self._is_taken and message.is_all_head:  # there is none
                 rest()
                 return
             # Who waits for a device's turn must not keep what that turn's end waits for.
@@ -517,12 +515,13 @@ class Send(P2PCall):
                     raise
                 rest()
 
-    def _go_on_offered(self, pair: Pair, place: Ticket, message: Message) -> None:
-        exchange, self._offered = self._offered, None
+    def _carry_out(self, pair: Pair, place: Ticket, message: Message, is_offered: bool) -> None:  # noqa: FBT001  # likewise
+        """Send it in its turn, or what follows its head; or raise what has ended it before."""
+        exchange, turn = self._offered, self._device_turn
+        self._offered = self._offering = None
         if exchange is not None:
             exchange.lane.end(self.entry, self._deadline)
             self.entry.withdraw = None
-        turn = self._device_turn
         with self, place, turn or contextlib.nullcontext():
             if self._ended_by is not None:
                 raise self._ended_by
@@ -530,12 +529,13 @@ class Send(P2PCall):
                 pair.absolve(self._verdict)
                 end_elsewhere(self._verdict)
                 raise self._verdict.error(self._name, self.entry.header.position)
-            if exchange is None or (self._is_taken and message.is_all_head):
-                return
-            with exchange:
-                exchange.send_rest(message, [pair.peer])
-                if turn is not None:
-                    self._send_from_device(pair, exchange, turn, message)
+            if not is_offered:
+                self._transmit(pair, place, message)
+            elif exchange is not None and not (self._is_taken and message.is_all_head):
+                with exchange:
+                    exchange.send_rest(message, [pair.peer])
+                    if turn is not None:
+                        self._send_from_device(pair, exchange, turn, message)
 
     def _send_from_device(
         self, pair: Pair, exchange: Exchange, turn: DeviceTurn, message: Message
@@ -579,10 +579,9 @@ class Send(P2PCall):
             raise
         self._peers.mailbox.deliver(Arrived(rank, tag, 0, obj=own, on_taken=on_taken))
 
-    def _message(self, obj: object, pair: Pair) -> Message:
+    def _message(self, obj: object, types: str) -> Message:
         """Encode; an error becomes a failure message, and is raised when that was sent."""
         try:
-            types = self._device_types(pair)
             return self._coding.message(self.entry.header, obj, types or None)
         except BaseException as error:  # noqa: BLE001  # raised by ``_transmit``
             self._own_error = error
@@ -609,9 +608,11 @@ class Send(P2PCall):
             ObjcommError: what has ended the connection.
         """
         pair.check_uninterrupted(self._name)
-        is_its_turn = place.enter(self._deadline.seconds_left)
-        if not is_its_turn or self._deadline.has_passed:
-            raise TransportTimeout(self._name, (pair.peer,), self._deadline.seconds)
+        deadline = self._deadline
+        if not place.turn.is_set:
+            place.enter(deadline.seconds_left)
+        if time.monotonic() >= deadline.until:
+            raise TransportTimeout(self._name, (pair.peer,), deadline.seconds)
         mesh, lane = pair.enter(self._deadline, self.entry)
         return self._joined(mesh, lane, lane.sequence)
 
@@ -824,9 +825,10 @@ class Receive(P2PCall):
 
     def _admitted(self) -> list[tuple[Pair, Mesh, Lane]]:
         """The connections to the ranks that may serve a request."""
+        if self.peer not in {None, self.group.rank}:
+            pair = self._peers.pair(self.group, self.peer)
+            return [(pair, *pair.admit(self._name))]
         pairs = self._pairs()
-        if len(pairs) == 1:
-            return [(pairs[0], *pairs[0].admit(self._name))]
         joined = [(pair, pair.admit_among(self._name)) for pair in pairs]
         admitted = [(pair, *each) for pair, each in joined if each is not None]
         if pairs and not admitted:
@@ -882,8 +884,8 @@ class Receive(P2PCall):
             if arrival.on_taken is not None:
                 arrival.on_taken()
             return arrival.obj
-        is_offered = bool(header.flags & _OFFERED)
-        if is_offered or not header.is_all_head:
+        is_offered, is_all_head = bool(header.flags & _OFFERED), header.is_all_head
+        if is_offered or not is_all_head:
             try:
                 self._peers.pair(self.group, arrival.peer).check_uninterrupted(self._name)
             except UsageError:
@@ -894,7 +896,7 @@ class Receive(P2PCall):
         self.entry.header = _numbered(made(Header, fields), mesh, lane, header.sequence)
         self.entry.rounds += 1
         self.entry.received_nbytes += len(raw)
-        if header.is_all_head:
+        if is_all_head:
             if is_offered and mesh.verdict is None:
                 self._tell_received(mesh, lane)
             message = self._gate(mesh).take_in(raw, header)
