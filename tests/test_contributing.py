@@ -25,7 +25,18 @@ MADE = sorted({each for each in QUOTED if each.startswith("make ")})
 TARGETS = re.findall(r"[\w-]+", MAKEFILE.partition(".PHONY:")[2].partition("\n")[0])
 
 
+_PROMISES = PAGE.partition("hold which promise\n")[2].partition("\n## ")[0]
+HOLDING = sorted(set(re.findall(r"(?<=`)[\w/]+(?=`)", _PROMISES.partition("|---|")[2])))
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_what_holds_a_promise_is_a_file_of_tests(name: str) -> None:
+    folder, _, file = name.rpartition("/")
+    assert (ROOT / "tests" / folder / f"test_{file}.py").exists()
+
+
 def test_enough_is_found_on_the_page() -> None:
+    assert len(HOLDING) > 70
     assert min(len(PATHS) / 40, len(MEMBERS) / 8, len(PROGRAMS) / 6, len(MADE) / 12) >= 1
 
 

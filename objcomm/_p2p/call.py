@@ -40,7 +40,7 @@ from objcomm._failures.watchdog import died_in, end_elsewhere, hurry
 from objcomm._observe.history import CallRecord, call_site
 from objcomm._observe.tracing import Span, begun, profiler
 from objcomm._p2p.mailbox import Arrived, RecvRequest
-from objcomm._p2p.peer import WORD_TAG, DeviceTurn, Offers, Pair, peers_of, word
+from objcomm._p2p.peer import ANSWER_TAG, DeviceTurn, Offers, Pair, answer, peers_of
 from objcomm._transport.lane import Lane
 from objcomm._transport.threads import (
     SUSPICIOUS_SECONDS,
@@ -262,9 +262,9 @@ class P2PCall:
         return DeviceTurn(offers, exchange.header.sequence, say, is_sender=is_sender)
 
     def _say(self, of: Operation, exchange: Watched) -> None:
-        """Begin to tell the other rank a word on a message."""
+        """Begin to answer the other rank on a message."""
         header = exchange.header
-        exchange.tell(word(exchange.mesh, of, header.sequence), header.root, WORD_TAG)
+        exchange.tell(answer(exchange.mesh, of, header.sequence), header.root, ANSWER_TAG)
 
 
 def _numbered(header: Header, mesh: Mesh, lane: Lane, sequence: int) -> Header:
@@ -334,7 +334,7 @@ class Send(P2PCall):
         Args:
             obj: what to send.
             is_kept: whether what follows the head of a large message stays here until the receiver
-                says that it takes it: that costs two ranks a word, and no thread meanwhile.
+                says that it takes it: that costs two ranks an answer, and no thread meanwhile.
         """
         pair = self._pair()
         if pair is None and self.is_synchronous:
@@ -464,7 +464,7 @@ class Send(P2PCall):
             self._finish(TransportTimeout(self._name, (pair.peer,), self._deadline.seconds))
 
     def _offer(self, pair: Pair, place: Ticket, message: Message) -> None:
-        """Send the head of a message; the rest waits, without a thread, for the receiver's word."""
+        """Send the head of a message; the rest awaits the receiver's answer, without a thread."""
         is_awaited = False
         try:
             with place:

@@ -61,18 +61,18 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.5
 _LISTENER = "objcomm-listen"
 
-#: The tag of the words by which two ranks tell each other what they take. Messages have lane 0.
-WORD_TAG = head_tag(1)
-#: A word, and the number of the message that it is about.
-_WORD = struct.Struct("<BQ")
-_WORDS = (Operation.TAKE, Operation.READY, Operation.START)
+#: The tag of what two ranks answer each other on what is offered. Messages have lane 0.
+ANSWER_TAG = head_tag(1)
+# Which answer, and the number of the message that it is about.
+_ANSWER = struct.Struct("<BQ")
+_ANSWERS = (Operation.TAKE, Operation.READY, Operation.START)
 
 _SEND = int(Operation.SEND)
 
 
-def word(mesh: Mesh, of: Operation, number: int) -> bytes:
-    """What tells the other rank a word on the message with a number."""
-    said = _WORD.pack(of, number)
+def answer(mesh: Mesh, of: Operation, number: int) -> bytes:
+    """What answers the other rank on the message with a number."""
+    said = _ANSWER.pack(of, number)
     return said + mesh.proof(mesh.rank, said)
 
 
@@ -80,10 +80,10 @@ class Offers:
     """What one of two ranks has offered over one connection, and the other one has yet to answer.
 
     What follows the head of a message that is offered stays with its sender, and no thread waits
-    there until the receiver says that it takes it: whoever waits for a connection's bytes waits for
-    one message only, and the receiver may take the last one first. That word has a lane of its own,
-    so that it comes through where the other one is full of messages that nobody takes. So have
-    those by which the two agree on transfers between their devices, see ``DeviceTurn``.
+    there until the receiver answers that it takes it: whoever waits for a connection's bytes waits
+    for one message only, and the receiver may take the last one first. Answers have a lane of their
+    own, so that they come through where the other one is full of messages that nobody takes. Others
+    are those by which the two agree on transfers between their devices, see ``DeviceTurn``.
 
     Attributes:
         mesh: the connection.
@@ -105,43 +105,43 @@ class Offers:
         self._apart = ThreadPool()
         self._lock = guard()
         self.is_interrupted: Callable[[], bool] = self._lock._is_owned  # noqa: SLF001  # as Condition asks
-        self._offered: dict[tuple[int, int], Callable[[bool], object]] = {}  # by word and number
+        self._offered: dict[tuple[int, int], Callable[[bool], object]] = {}  # by answer and number
         self._is_over = False
 
     def put(
-        self, number: int, on_end: Callable[[bool], object], word: Operation = Operation.TAKE
+        self, number: int, on_end: Callable[[bool], object], kind: Operation = Operation.TAKE
     ) -> None:
-        """Offer a message, or wait for another word on one.
+        """Offer a message, or wait for another answer on one.
 
         Args:
-            number: the message's; what the other rank answers with that word is sent after this.
+            number: the message's; it is sent after this.
             on_end: called once when the other rank says so, or when the connection has ended; with
                 whether it has said so. May be called in a step of the link, and must not wait.
-            word: what the other rank is to say.
+            kind: which answer.
         """
         with self._lock:
             if not self._is_over:
-                self._offered[word, number] = on_end
+                self._offered[kind, number] = on_end
                 return
         on_end(False)  # noqa: FBT003  # a callback's
 
-    def withdraw(self, number: int, word: Operation = Operation.TAKE) -> bool:
+    def withdraw(self, number: int, kind: Operation = Operation.TAKE) -> bool:
         """Take an offer back; returns whether it stood: ``on_end`` is never called then."""
         with self._lock:
-            return self._offered.pop((word, number), None) is not None
+            return self._offered.pop((kind, number), None) is not None
 
     def hear(self, raw: bytes) -> bool:
-        """Take in a word of the other rank's; always returns True, as there is room for it.
+        """Take in an answer of the other rank's; always returns True, as there is room for it.
 
         Raises:
             WireError: it is none.
         """
-        said, proof = raw[: _WORD.size], raw[_WORD.size : _WORD.size + PROOF_NBYTES]
-        is_known = len(raw) >= _WORD.size and said[0] in _WORDS
+        said, proof = raw[: _ANSWER.size], raw[_ANSWER.size : _ANSWER.size + PROOF_NBYTES]
+        is_known = len(raw) >= _ANSWER.size and said[0] in _ANSWERS
         if not is_known or not compare_digest(proof, self.mesh.proof(self.peer, said)):
-            raise WireError(f"rank {self.peer} has sent a word that no rank of objcomm sends")
+            raise WireError(f"rank {self.peer} has sent an answer that no rank of objcomm sends")
         with self._lock:
-            on_end = self._offered.pop(_WORD.unpack(said), None)
+            on_end = self._offered.pop(_ANSWER.unpack(said), None)
         if on_end is not None:  # else it was withdrawn
             on_end(True)  # noqa: FBT003  # a callback's
         return True
@@ -194,8 +194,8 @@ class DeviceTurn:
     A backend has one order for all that moves between two ranks, in both directions: where one of
     them begins with another transfer, both wait for ever, and nothing tells them. So one transfer
     moves at a time, and the lower rank says which is the next. The receiver says when it has room.
-    Where that is the lower rank, its word is the beginning; else the sender answers that it begins.
-    The higher rank takes its places in the order of these words, as the thread that hears them.
+    Where that is the lower rank, this is the beginning; else the sender answers that it begins. The
+    higher rank takes its places in the order of these answers, as the thread that hears them.
 
     A context, at whose end this rank is through with it.
     """
@@ -208,7 +208,7 @@ class DeviceTurn:
         Args:
             offers: of the connection that the message travels over.
             number: the message's.
-            say: tells the other rank a word on this message.
+            say: gives the other rank an answer on this message.
             is_sender: whether it is this rank's.
         """
         self._offers = offers
@@ -217,11 +217,11 @@ class DeviceTurn:
         self._is_sender = is_sender
         self._is_lower = offers.mesh.rank < offers.peer
         self._awaited = Operation.READY if is_sender else Operation.START
-        self._is_over = threading.Event()  # the wait for that word
+        self._is_over = threading.Event()  # the wait for that answer
         self._place = Ticket(offers.turns)
 
     def begin(self) -> None:
-        """Hear the other rank's word from now on: before anything is sent that it may answer."""
+        """Hear the other rank from now on: before anything is sent that it may answer."""
         if self._is_sender or not self._is_lower:
             self._offers.put(self._number, self._hear, self._awaited)
 
@@ -448,7 +448,7 @@ def peers_of(group: Group) -> Peers:
 
 
 class _Arrivals:
-    """What one rank sends over one connection: messages for the mailbox, and words on offers.
+    """What one rank sends over one connection: messages for the mailbox, and answers to offers.
 
     Attributes:
         mesh: the connection.
@@ -515,7 +515,7 @@ class _Arrivals:
                         entry.withdraw(told)
             if self._former is not None:
                 self._former.join()  # what came over the last connection comes first
-            link.attend(peer, {lane.tag: self._accept, WORD_TAG: self.offers.hear})
+            link.attend(peer, {lane.tag: self._accept, ANSWER_TAG: self.offers.hear})
         except LinkError as error:
             lost = proposal_for(TransportError("recv", (peer,), error.reason), mesh.rank)
             end_by_loss(mesh, lost)

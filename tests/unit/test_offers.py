@@ -1,4 +1,4 @@
-"""What one rank has offered another one, and the words by which that one takes it; no traffic."""
+"""What one rank has offered another one, and the answers by which that one takes it; no traffic."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 from objcomm import WireError
 from objcomm._failures.mesh import Mesh
-from objcomm._p2p.peer import Offers, word
+from objcomm._p2p.peer import Offers, answer
 from objcomm._wire.header import Operation
 
 
@@ -31,16 +31,16 @@ def test_each_offer_hears_its_own_word_once_in_any_order() -> None:
     offers, heard = _offered(3, 4, 5)
     peer = _mesh(1)
     for number in (5, 3, 5):
-        assert offers.hear(word(peer, Operation.TAKE, number) + b"behind it")
+        assert offers.hear(answer(peer, Operation.TAKE, number) + b"behind it")
     assert heard == [(5, True), (3, True)]
 
 
 def test_another_word_on_the_same_message_is_another_offer() -> None:
     offers, heard = _offered(3)
-    offers.hear(word(_mesh(1), Operation.READY, 3))
+    offers.hear(answer(_mesh(1), Operation.READY, 3))
     assert heard == []
     offers.put(3, lambda is_said: heard.append((-3, is_said)), Operation.READY)
-    offers.hear(word(_mesh(1), Operation.READY, 3))
+    offers.hear(answer(_mesh(1), Operation.READY, 3))
     assert heard == [(-3, True)]
 
 
@@ -48,7 +48,7 @@ def test_what_is_withdrawn_hears_nothing() -> None:
     offers, heard = _offered(3, 4)
     assert offers.withdraw(3)
     assert not offers.withdraw(3)
-    offers.hear(word(_mesh(1), Operation.TAKE, 3))
+    offers.hear(answer(_mesh(1), Operation.TAKE, 3))
     offers.fail()
     assert heard == [(4, False)]
 
@@ -60,23 +60,23 @@ def test_what_is_offered_after_the_end_hears_of_it_at_once() -> None:
     assert heard == [(7, False)]
 
 
-_WORD = word(_mesh(1, b"key"), Operation.TAKE, 3)
+_ANSWER = answer(_mesh(1, b"key"), Operation.TAKE, 3)
 
 
 @pytest.mark.parametrize(
     "said",
     [
         b"",
-        _WORD[:8],
-        _WORD[:-1],
-        bytes([0]) + _WORD[1:],
-        bytes([Operation.SEND]) + _WORD[1:],
-        bytes([Operation.READY]) + _WORD[1:],
-        _WORD[:1] + bytes([4]) + _WORD[2:],
-        _WORD[:-1] + bytes([_WORD[-1] ^ 1]),
-        word(_mesh(0, b"key"), Operation.TAKE, 3),
-        word(_mesh(1, b"another"), Operation.TAKE, 3),
-        word(_mesh(1), Operation.TAKE, 3),
+        _ANSWER[:8],
+        _ANSWER[:-1],
+        bytes([0]) + _ANSWER[1:],
+        bytes([Operation.SEND]) + _ANSWER[1:],
+        bytes([Operation.READY]) + _ANSWER[1:],
+        _ANSWER[:1] + bytes([4]) + _ANSWER[2:],
+        _ANSWER[:-1] + bytes([_ANSWER[-1] ^ 1]),
+        answer(_mesh(0, b"key"), Operation.TAKE, 3),
+        answer(_mesh(1, b"another"), Operation.TAKE, 3),
+        answer(_mesh(1), Operation.TAKE, 3),
     ],
     ids=[
         *("nothing", "cut off", "a short proof", "no word", "no word on an offer"),
@@ -86,8 +86,8 @@ _WORD = word(_mesh(1, b"key"), Operation.TAKE, 3)
 )
 def test_a_word_that_the_other_rank_has_not_said_is_an_error(said: bytes) -> None:
     offers, heard = _offered(3, secret=b"key")
-    with pytest.raises(WireError, match="rank 1 has sent a word"):
+    with pytest.raises(WireError, match="rank 1 has sent an answer"):
         offers.hear(said)
     assert heard == []
-    offers.hear(_WORD)
+    offers.hear(_ANSWER)
     assert heard == [(3, True)]
