@@ -322,7 +322,11 @@ class StreamLink:
                         connection.carry_out()
                         mover.wake_mover()
                     if attendance.error is not None:
-                        raise attendance.error
+                        protocol.attendance = None
+                        try:
+                            raise attendance.error
+                        finally:  # its traceback holds the attendance
+                            attendance.error = None
                     if protocol.ended:
                         raise LinkClosed(protocol.ended)
                 idle.poll()
