@@ -336,9 +336,10 @@ def _check_attending(link: Link, ending: Connections, others: list[int]) -> None
             ending.wait(ending.send(bytes([number]), 0, _Attending.tag), _LIMIT)
             if number == 2 * count:
                 ending.wait(ending.send(b"w", 0, _Attending.beside), _LIMIT)
-        if ending.rank == 2:
-            ending.wait(ending.send(b"!", 0, _Attending.beside), _LIMIT)
         _meet(link, others)
+        if ending.rank == 2:
+            with contextlib.suppress(LinkClosed):  # rank 0 may close the link as it takes this in
+                ending.wait(ending.send(b"!", 0, _Attending.beside), _LIMIT)
         ending.abort()
         return
     attending = [_Attending(ending, peer) for peer in others]

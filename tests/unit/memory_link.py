@@ -1,5 +1,6 @@
 """A link between threads of one process, so that the routes can be tried at any world size."""
 
+import contextlib
 import os
 import threading
 import time
@@ -184,7 +185,6 @@ class MemoryLink:
         self.crossed_nbytes = 0  # of those to other hosts
         self._wires = wires
         self._standing: dict[tuple[int, int], tuple[torch.Tensor, Arrival]] = {}
-        self._prompted = threading.Event()
 
     def send(self, flat: Any, peer: int, tag: int = -1) -> Departure:
         if not isinstance(flat, torch.Tensor):
@@ -255,19 +255,17 @@ class MemoryLink:
 
     def attend(self, peer: int, accepts: Mapping[int, Callable[[bytes], bool]]) -> NoReturn:
         """See ``Connections``."""
+        kept: dict[int, bytes] = {}  # what was not accepted
         while True:
             for tag, accept in accepts.items():
-                try:
-                    message = self.take(peer, tag, time.monotonic() + 0.01)
-                except LinkTimeout:
-                    continue
-                while not accept(message):
-                    self._prompted.wait(0.5)
-                    self._prompted.clear()
+                with contextlib.suppress(LinkTimeout):
+                    if tag not in kept:
+                        kept[tag] = self.take(peer, tag, time.monotonic() + 0.01)
+                    if accept(kept[tag]):
+                        del kept[tag]
 
-    def prompt(self, peer: int) -> None:  # noqa: ARG002  # one attends
-        """See ``Connections``."""
-        self._prompted.set()
+    def prompt(self, peer: int) -> None:
+        """See ``Connections``: it is asked again in any case."""
 
     def signal(self) -> Signal:
         """See ``Connections``: it moves by itself."""
