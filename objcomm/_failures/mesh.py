@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 _REPORT_SECONDS = 5.0
 # A rank that waits raises within 2 s of a death.
 _LISTENS_SECONDS = 5.0
-# A farewell names ranks.
+# How a farewell names a rank.
 _RANK = Struct("<I")
-#: How long it is what proves who has said something; see ``Mesh.proof``.
+#: Length of a proof of who said something; see ``Mesh.proof``.
 PROOF_NBYTES = 16
 
 
