@@ -80,10 +80,10 @@ class Offers:
     """What one of two ranks has offered over one connection, and the other one has yet to answer.
 
     What follows the head of a message that is offered stays with its sender, and no thread waits
-    there until the receiver answers that it takes it: whoever waits for a connection's bytes waits
-    for one message only, and the receiver may take the last one first. Answers have a lane of their
-    own, so that they come through where the other one is full of messages that nobody takes. Others
-    are those by which the two agree on transfers between their devices, see ``DeviceTurn``.
+    there until the receiver answers that it takes it: a thread that waits for a connection's bytes
+    waits for one message only, and the receiver may take the last one first. Answers have a lane of
+    their own, so that they come through where the other one is full of messages that nobody takes.
+    Others are those by which the two agree on transfers between their devices, see ``DeviceTurn``.
 
     Attributes:
         mesh: the connection.
@@ -509,7 +509,7 @@ class _Arrivals:
         try:
             link = mesh.connections_for("recv")
             told = mesh.met_too_late(blocks)
-            if told is not None:  # what comes is not for who still waits in the block
+            if told is not None:  # what comes is not for a call that still waits in the block
                 for entry in lane.waits():
                     if entry.withdraw is not None and set(blocks) & set(entry.regions):
                         entry.withdraw(told)

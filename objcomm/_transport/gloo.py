@@ -294,7 +294,7 @@ class GlooLink:
                 if self._prompted.wait(_LOOK_SECONDS):
                     self._prompted = Signal()
 
-    def prompt(self, peer: int) -> None:  # noqa: ARG002  # whoever is asked again is soon done
+    def prompt(self, peer: int) -> None:  # noqa: ARG002  # one signal is for all peers
         """See ``Connections``."""
         self._prompted.set()
 
