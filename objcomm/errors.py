@@ -42,6 +42,8 @@ _FEW = 4
 # Of many ranks so many places, and so many failures that differ.
 _MOST_LINES = 8
 _MOST_RANGES = 16
+# Why a rank may not answer though its process is there.
+_SILENT = "stopped, out of reach, or in C code that holds Python's lock"
 # As much as one rank tells of a failure; several that differ share it.
 _LETTERS_OF_FAILURES = 8000
 
@@ -206,6 +208,9 @@ class Position(NamedTuple):
         is_over: whether the rank has left that call, its last one.
         group: the group's name, where it is not the one whose error this is.
         name: of the call, as far as it is shown.
+        line: where the rank is in its program meanwhile, as ``file:line in function``, if it is
+            computing; empty where it waits in the call, or where nobody asked.
+        line_seconds: since when the rank was found there each time it was asked.
     """
 
     rank: int
@@ -217,6 +222,8 @@ class Position(NamedTuple):
     is_over: bool = False
     group: str = ""
     name: str = ""
+    line: str = ""
+    line_seconds: float = 0.0
 
     def __str__(self) -> str:
         return self._with_others(())
@@ -227,44 +234,63 @@ class Position(NamedTuple):
         Args:
             others: their positions; only ranks and seconds differ from this one's.
         """
+        together = (self, *others)
         root = "" if self.root < 0 else f" with root {self.root}"
         group = f" of group {self.group!r}" if self.group else ""
         where = f" at {self.call_site}" if self.call_site else ""
         name = f" {self.name!r}" if self.name else ""
         call = f"{self.operation}{name} (call {self.sequence}){root}{group}{where}"
-        listed = ranks_text([self.rank, *(each.rank for each in others)])
-        seconds = sorted([self.seconds, *(each.seconds for each in others)])
-        texts = dict.fromkeys((f"{seconds[0]:.1f}", f"{seconds[-1]:.1f}"))
-        spent = f"{' to '.join(texts)} s"
+        listed = ranks_text([each.rank for each in together])
+        spent = _seconds_text([each.seconds for each in together])
         verb, whose = ("are", "their") if others else ("is", "its")
+        now = ""
+        if self.line:
+            seen = _seconds_text([each.line_seconds for each in together])
+            now = f", now at {self.line}" + f" (seen there for {seen})" * bool(seen)
         if self.is_over and not self.operation:
-            return f"{listed} {verb} in no call"
+            return f"{listed} {verb} in no call{now}"
         if self.is_over:
-            return f"{listed} {verb} in no call; {whose} last was {call}, {spent} ago"
-        return f"{listed} {verb} in {call}" + f" for {spent}" * any(seconds)
+            return (
+                f"{listed} {verb} in no call{now}; {whose} last was {call}, {spent or '0.0 s'} ago"
+            )
+        return f"{listed} {verb} in {call}" + f" for {spent}" * bool(spent) + now
+
+
+def _seconds_text(seconds: Sequence[float]) -> str:
+    """How long something has taken on each of some ranks; empty where nobody measured it."""
+    if not any(seconds):
+        return ""
+    texts = dict.fromkeys(f"{each:.1f}" for each in (min(seconds), max(seconds)))
+    return f"{' to '.join(texts)} s"
 
 
 def whereabouts(
-    positions: Iterable[Position], silent: Collection[int] = (), foremost: Collection[int] = ()
+    positions: Iterable[Position],
+    silent: Collection[int] = (),
+    foremost: Collection[int] = (),
+    silent_seconds: float = 0.0,
 ) -> list[str]:
-    """Where ranks are, in their order: many that are at the same place are told together.
+    """Where ranks are, in their order: many that are at the same place are listed together.
 
     Args:
         positions: of those that could be asked.
         silent: ranks that did not answer.
-        foremost: ranks whose places are told first, if there are too many places to tell all.
+        foremost: ranks whose places come first, if there are too many places to list all.
+        silent_seconds: for how long they have not answered.
     """
     known = sorted(positions)
     is_few = len(known) + len(silent) <= _FEW
     places: defaultdict[Hashable, list[Position]] = defaultdict(list)
     for each in known:
-        places[each._replace(rank=each.rank if is_few else -1, seconds=0.0)].append(each)
+        rank = each.rank if is_few else -1
+        places[each._replace(rank=rank, seconds=0.0, line_seconds=0.0)].append(each)
     told = [
         ([each.rank for each in of], of[0]._with_others(of[1:]))  # noqa: SLF001  # of this module
         for of in places.values()
     ]
     unheard = [[rank] for rank in silent] if is_few else [sorted(silent)] * bool(silent)
-    told += [(ranks, f"{ranks_text(ranks)}: no answer") for ranks in unheard]
+    since = f" for {silent_seconds:.1f} s" * bool(silent_seconds)
+    told += [(ranks, f"{ranks_text(ranks)}: no answer{since} ({_SILENT})") for ranks in unheard]
     told.sort(key=lambda each: each[0])
     if len(told) > _MOST_LINES:
         told.sort(key=lambda each: set(foremost).isdisjoint(each[0]))
@@ -331,6 +357,7 @@ class TransportTimeout(TransportError, TimeoutError):
         positions: where the ranks that could be asked are, by rank.
         silent: group ranks that did not answer: stopped, dead or unreachable.
         is_store_silent: whether the process group's store did not answer, so nobody was asked.
+        silent_seconds: for how long the silent ranks have not answered; 0 where nobody measured it.
     """
 
     def __init__(  # noqa: PLR0917  # what is known of all ranks, as args holds it
@@ -341,19 +368,21 @@ class TransportTimeout(TransportError, TimeoutError):
         positions: Iterable[Position] = (),
         silent: tuple[int, ...] = (),
         is_store_silent: bool = False,  # noqa: FBT001, FBT002  # args is positional
+        silent_seconds: float = 0.0,
     ) -> None:
         listed = tuple(positions)
         super().__init__(operation, missing, "timed out")
-        self.args = (operation, missing, seconds, listed, silent, is_store_silent)
+        self.args = (operation, missing, seconds, listed, silent, is_store_silent, silent_seconds)
         self.missing = missing
         self.seconds = seconds
         self.positions = {position.rank: position for position in listed}
         self.silent = silent
         self.is_store_silent = is_store_silent
+        self.silent_seconds = silent_seconds
 
     def __str__(self) -> str:
         answered = [each for rank, each in self.positions.items() if rank not in self.silent]
-        where = whereabouts(answered, self.silent, self.missing)
+        where = whereabouts(answered, self.silent, self.missing, self.silent_seconds)
         where += ["store: no answer"] * self.is_store_silent
         told = f"; {'; '.join(where)}" if where else ""
         return (

@@ -8,6 +8,7 @@ for that is no conflict.
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from objcomm._observe.stacks import Running
 from objcomm._wire.header import Operation
 
 #: The number of the call in which a group's ranks meet: before all others.
@@ -148,6 +149,7 @@ class WaitSnapshot(NamedTuple):
         circles: the latest ones that it was in. It has raised and waits no more, so whoever comes
             later could not find them.
         is_single: whether no thread but the main one can make calls.
+        running: where its main thread and the owners of its lanes are in the program.
     """
 
     asked: int
@@ -155,6 +157,7 @@ class WaitSnapshot(NamedTuple):
     lanes: tuple[LaneWait, ...]
     circles: tuple[Deadlock, ...] = ()
     is_single: bool = False
+    running: tuple[Running, ...] = ()
 
     def waiting_since(self, group: str, number: int, since: float) -> LaneWait | None:
         """The state of one lane in one wait; ``None`` if that wait is over."""

@@ -3,13 +3,10 @@
 All of it runs on the board's thread, because it talks to the store.
 """
 
-import gc
-import sys
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType
 
 from objcomm._failures import losses
 from objcomm._failures.deadlock import (
@@ -26,6 +23,7 @@ from objcomm._failures.noticeboard import Board
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._observe.history import CallRecord
 from objcomm._observe.log import log, logged
+from objcomm._observe.stacks import frames_by_thread
 from objcomm._transport.lane import Lane
 from objcomm._transport.store import pack_record
 from objcomm._wire.header import operation_name
@@ -100,7 +98,7 @@ def is_idle_in_a_pool(thread: threading.Thread) -> bool:
 
     torch.compile and many libraries keep such threads for as long as the program runs.
     """
-    frame = _frames().get(thread.ident or 0)
+    frame = frames_by_thread().get(thread.ident or 0)
     if frame is None:
         return False
     return (frame.f_globals.get("__name__"), frame.f_code.co_name) == _IDLE
@@ -113,24 +111,7 @@ def is_out_of_python(thread: threading.Thread) -> bool:
     which another thread begins. Python lists it from then on, also when it has ended.
     """
     is_foreign = isinstance(thread, threading._DummyThread)  # noqa: SLF001  # nothing else tells
-    return is_foreign and thread.ident not in _frames()
-
-
-def _frames() -> dict[int, FrameType]:
-    """Where each thread is, found without a garbage collection meanwhile.
-
-    Before 3.11.9 Python keeps a lock for it that a thread which ends waits for, together with the
-    interpreter's own. A collection that gives the latter away, as a tensor's destructor does, is
-    the end of the whole process then: nothing runs any more (python/cpython#106883; seen in a soak
-    over Gloo).
-    """
-    is_collecting = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames()  # noqa: SLF001  # documented by CPython
-    finally:
-        if is_collecting:
-            gc.enable()
+    return is_foreign and thread.ident not in frames_by_thread()
 
 
 def _state(mesh: Mesh, lane: Lane, entry: CallRecord | None) -> LaneWait:
@@ -230,7 +211,7 @@ def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]
             continue
         losses.learn(board, mesh, entry)
         if not entry.first_asked:
-            entry.first_asked = asked
+            entry.first_asked, entry.first_asked_at = asked, time.monotonic()
         if not (
             _heed(board, mesh, entry) or losses.is_lost(board, (mesh, lane, entry), meshes, asked)
         ):
@@ -477,7 +458,10 @@ def _warn(mesh: Mesh, entry: CallRecord, verdict: Verdict) -> None:
 
 def _text(entry: CallRecord, verdict: Verdict) -> str:
     awaited = [each for each in verdict.positions if each.rank in verdict.ranks]
-    told = whereabouts(awaited, verdict.silent) + ["store: no answer"] * verdict.is_store_silent
+    told = (
+        whereabouts(awaited, verdict.silent, silent_seconds=verdict.silent_seconds)
+        + ["store: no answer"] * verdict.is_store_silent
+    )
     return f"{entry.position()} and waits: {'; '.join(told) or 'all ranks are in it'}"
 
 
@@ -602,6 +586,7 @@ def timeout_verdict(
         seconds=entry.limit_seconds,
         positions=tuple(_where(mesh, lane, rank, answers[rank]) for rank in sorted(answers)),
         silent=tuple(rank for rank in mesh.members if rank not in answers and not is_brief(entry)),
+        silent_seconds=time.monotonic() - entry.first_asked_at if entry.first_asked else 0.0,
     )
 
 
@@ -627,9 +612,13 @@ def _where(mesh: Mesh, lane: Lane, rank: int, answer: WaitSnapshot) -> Position:
         waiting = state  # an asynchronous call, whose thread goes on meanwhile
     if waiting is not None and waiting.now is not None:
         return _position(mesh, rank, waiting, waiting.now)
+    position = Position(rank, "", 0, -1, "", is_over=True)
     if state is not None and state.past:
-        return _position(mesh, rank, state, state.past[-1])
-    return Position(rank, "", 0, -1, "", is_over=True)
+        position = _position(mesh, rank, state, state.past[-1])
+    running = next((each for each in answer.running if each.thread == thread), None)
+    if running is None or running.line == position.call_site:
+        return position
+    return position._replace(line=running.text, line_seconds=running.seconds)
 
 
 def _position(mesh: Mesh, rank: int, state: LaneWait, step: Step) -> Position:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from objcomm._failures.deadlock import Deadlock, WaitSnapshot
 from objcomm._failures.liveness import Process, Processes
 from objcomm._failures.verdict import DESTROYED, Cause, Verdict
+from objcomm._observe.stacks import StackSampler
 from objcomm._transport.sockets import connected, open_sockets, other_ends
 from objcomm._transport.store import Clients, UntilLost, pack_record, read, unpack_record
 from objcomm._world import bare
@@ -73,6 +74,7 @@ class Board:
         self._store = UntilLost(dist.PrefixStore(_PREFIX, own), ends)
         self._processes = processes
         self._circles: deque[tuple[Deadlock, float]] = deque(maxlen=_CIRCLES)
+        self._sampler = StackSampler()
         self.answered = 0
         self.rank = rank
         # Before all else, so that whoever waits for this rank finds out who it is.
@@ -90,13 +92,15 @@ class Board:
         return int(read(self._store, "asked") or 0)
 
     def publish(self, snapshot: WaitSnapshot) -> WaitSnapshot:
-        """Tell where this process is; returns that with the circles that it was in."""
+        """Tell where this process is; returns that with its circles, and where its threads are."""
         now = time.monotonic()
         circles = [
             circle._replace(told_seconds=now - since, told_at=since)
             for circle, since in self._circles
         ]
-        told = snapshot._replace(circles=tuple(circles))
+        threads = {snapshot.main_thread, *(lane.thread for lane in snapshot.lanes)}
+        running = self._sampler.sample(threads, now)
+        told = snapshot._replace(circles=tuple(circles), running=running)
         self._store.set(f"where/{self.rank}", pack_record(told))
         self.answered = snapshot.asked
         return told

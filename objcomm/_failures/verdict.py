@@ -60,6 +60,7 @@ class Verdict(NamedTuple):
         positions: where ranks are.
         failures: what went wrong on which rank.
         silent: ranks that did not answer when asked where they are.
+        silent_seconds: for how long they have not.
         is_store_silent: whether the store did not answer; it is told this verdict when it does.
         operation: what failed, where it is not the operation that a rank is in.
         meshes: the nonces of all meshes that it ends, where there are several.
@@ -77,6 +78,7 @@ class Verdict(NamedTuple):
     positions: tuple[Position, ...] = ()
     failures: tuple[RankFailure, ...] = ()
     silent: tuple[int, ...] = ()
+    silent_seconds: float = 0.0
     is_store_silent: bool = False
     operation: str = ""
     meshes: tuple[str, ...] = ()
@@ -135,6 +137,7 @@ class Verdict(NamedTuple):
                 self.positions,
                 self.silent,
                 self.is_store_silent,
+                self.silent_seconds,
             )
         silent = "; store: no answer" if self.is_store_silent else ""
         return TransportError(operation, self.ranks, self.reason + silent)

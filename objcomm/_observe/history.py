@@ -62,6 +62,7 @@ class CallRecord:
         report_at: when it will have waited long enough to be logged.
         awaits: the rank that it can't go on without just now; -1 if none.
         first_asked: the number of the first question where the others are that it made; 0 if none.
+        first_asked_at: when that was, in seconds of ``time.monotonic``.
         unanswered: of ranks that seem lost, by global rank: the number of the first question since,
             when that was (seconds of ``time.monotonic``), and how many looks have found no answer.
         suspicion: what may keep it from ever ending, found once and to be confirmed.
@@ -87,6 +88,7 @@ class CallRecord:
     report_at = math.inf
     awaits = -1
     first_asked = 0
+    first_asked_at = 0.0
     unanswered: dict[int, tuple[int, float, int]] | None = None
     suspicion: tuple[int, Any] | None = None
     has_expired = False

@@ -90,7 +90,8 @@ def check_that_a_limit_names_who_is_missing() -> None:
         assert (error.missing, error.silent) == ((7,), ())
         assert sorted(error.positions) == list(range(9))
         assert "; ranks 0-6, 8 are in barrier 'the last' (call " in str(error)
-        assert "; rank 7 is in no call; its last was " in str(error)
+        assert "; rank 7 is in no call, now at " in str(error)
+        assert "helpers.py:" in error.positions[7].line
     tell_all("over", "")
 
 

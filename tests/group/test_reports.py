@@ -25,7 +25,10 @@ HERE = Path(__file__).name
 @ranks(3)
 def test_the_lowest_rank_that_waits_says_for_whom_and_the_call_completes() -> None:
     own = rf"rank 0 is in all_gather \(call \d+\) at .*{HERE}:\d+ for ([\d.]+) s and waits: "
-    other = rf"rank 1 is in no call; its last was barrier 'before' \(call \d+\) at .*{HERE}:\d+, "
+    other = (
+        r"rank 1 is in no call, now at .*helpers\.py:\d+ in hear( \(seen there for [\d.]+ s\))?; "
+        rf"its last was barrier 'before' \(call \d+\) at .*{HERE}:\d+, "
+    )
     objcomm.barrier("before")  # which is reported, too, if it takes so long
     with logged() as texts, objcomm.configure(report_after=0.3), patiently():
         if here().rank == 0:
@@ -46,7 +49,10 @@ def test_the_lowest_rank_that_waits_says_for_whom_and_the_call_completes() -> No
 
 @ranks(2)
 def test_a_rank_in_a_callback_is_in_that_call() -> None:
-    where = rf"and waits: rank 0 is in run_on_main \(call \d+\) .*{HERE}:\d+ for [\d.]+ s"
+    where = (
+        rf"and waits: rank 0 is in run_on_main \(call \d+\) .*{HERE}:\d+ for [\d.]+ s"
+        r", now at .*helpers\.py:\d+ in hear"
+    )
 
     def work_slowly() -> str:
         return hear("reported")

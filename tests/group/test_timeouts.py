@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import time
@@ -140,7 +141,9 @@ def _check_positions(error: TransportTimeout) -> None:
         assert where.seconds >= LIMIT_S * 0.99
     missing = error.positions[1]
     assert (missing.operation, missing.sequence, missing.is_over) == ("gather", 1, True)
-    assert "rank 1 is in no call; its last was gather (call 1)" in str(error)
+    assert re.search(r"helpers\.py:\d+ in (hear|tell_all)", missing.line)
+    assert f"rank 1 is in no call, now at {missing.line}" in str(error)
+    assert "; its last was gather (call 1)" in str(error)
 
 
 @pytest.mark.timed

@@ -99,11 +99,25 @@ def test_of_many_ranks_those_at_one_place_are_told_together() -> None:
         "barrier: ranks 62-65, 67 did not arrive within 5 s; "
         "ranks 0-61 are in barrier (call 7) at train.py:10 for 4.9 to 5.1 s; "
         "ranks 62-63 are in no call; their last was barrier (call 7) at train.py:20, 2.0 s ago; "
-        "ranks 64-65, 67: no answer; rank 66 is in "
+        "ranks 64-65, 67: no answer (stopped, out of reach, or in C code that holds Python's lock)"
+        "; rank 66 is in "
     )
     assert len(error.positions) == 65
     nowhere = [each._replace(operation="", is_over=True) for each in lost * 3]
     assert errors.whereabouts(nowhere)[0].endswith(" are in no call")
+
+
+def test_ranks_that_compute_at_one_line_are_told_together() -> None:
+    loading = [
+        _at(each, 20, 9.0, is_over=True)._replace(line="data.py:88 in load", line_seconds=each / 10)
+        for each in range(5, 60)
+    ]
+    elsewhere = _at(60, 20, 9.0, is_over=True)._replace(line="data.py:90 in load")
+    last = "last was barrier (call 7) at train.py:20, 9.0 s ago"
+    many, one = errors.whereabouts([*loading, elsewhere])
+    seen = "seen there for 0.5 to 5.9 s"
+    assert many == f"ranks 5-59 are in no call, now at data.py:88 in load ({seen}); their {last}"
+    assert one == f"rank 60 is in no call, now at data.py:90 in load; its {last}"
 
 
 def test_of_too_many_places_those_of_the_missing_come_first() -> None:

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from objcomm import errors
 from objcomm._failures.deadlock import Deadlock, LaneWait, Step, WaitSnapshot
 from objcomm._failures.verdict import Cause, Verdict
+from objcomm._observe.stacks import Running
 from objcomm._transport.store import pack_record, unpack_record
 from objcomm.errors import Position, RankFailure, WireError
 
 POSITIONS = (
     Position(0, "gather", 3, 1, "train.py:3", 1.5),
-    Position(2, "barrier", 2, -1, "\udce9.py:9", 0.5, is_over=True, group="dp"),
+    Position(2, "barrier", 2, -1, "\udce9.py:9", 0.5, is_over=True, group="dp", line="\udce9.py:1"),
 )
 FAILURE = RankFailure(1, "ValueError", "no \udce9", "Traceback …")
 VERDICTS = {
@@ -56,6 +57,7 @@ WHEREABOUTS = WaitSnapshot(
     ),
     (Deadlock("each waits for another", ((3, STATE, CALL), (4, STATE, CALL)), is_told=True),),
     is_single=True,
+    running=(Running(1, "\udce9.py:2", "load", 0.5),),
 )
 
 
