@@ -228,6 +228,15 @@ class Position(NamedTuple):
     def __str__(self) -> str:
         return self._with_others(())
 
+    @property
+    def call(self) -> str:
+        """The call in words, with its number and its line."""
+        root = "" if self.root < 0 else f" with root {self.root}"
+        group = f" of group {self.group!r}" if self.group else ""
+        where = f" at {self.call_site}" if self.call_site else ""
+        name = f" {self.name!r}" if self.name else ""
+        return f"{self.operation}{name} (call {self.sequence}){root}{group}{where}"
+
     def _with_others(self, others: "Collection[Position]") -> str:
         """The text for this rank and others that are at the same place.
 
@@ -235,11 +244,6 @@ class Position(NamedTuple):
             others: their positions; only ranks and seconds differ from this one's.
         """
         together = (self, *others)
-        root = "" if self.root < 0 else f" with root {self.root}"
-        group = f" of group {self.group!r}" if self.group else ""
-        where = f" at {self.call_site}" if self.call_site else ""
-        name = f" {self.name!r}" if self.name else ""
-        call = f"{self.operation}{name} (call {self.sequence}){root}{group}{where}"
         listed = ranks_text([each.rank for each in together])
         spent = _seconds_text([each.seconds for each in together])
         verb, whose = ("are", "their") if others else ("is", "its")
@@ -250,10 +254,9 @@ class Position(NamedTuple):
         if self.is_over and not self.operation:
             return f"{listed} {verb} in no call{now}"
         if self.is_over:
-            return (
-                f"{listed} {verb} in no call{now}; {whose} last was {call}, {spent or '0.0 s'} ago"
-            )
-        return f"{listed} {verb} in {call}" + f" for {spent}" * bool(spent) + now
+            last = f"{self.call}, {spent or '0.0 s'} ago"
+            return f"{listed} {verb} in no call{now}; {whose} last was {last}"
+        return f"{listed} {verb} in {self.call}" + f" for {spent}" * bool(spent) + now
 
 
 def _seconds_text(seconds: Sequence[float]) -> str:

@@ -322,7 +322,7 @@ def shutdown() -> None:
     """
     # A fork has none of the threads that torch's groups live by: to destroy them there is a crash.
     if is_initialized() and not resolve(None).is_of_the_parent:
-        with audited():
+        with audited(f"objcomm.shutdown at {call_site()}"):
             dist.destroy_process_group()
 
 

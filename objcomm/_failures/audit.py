@@ -87,11 +87,15 @@ def retire(mesh: Mesh, reason: str) -> None:
             lane.owes = False
 
 
-def comparison(mesh: Mesh) -> Callable[[Board], None] | None:
+def comparison(mesh: Mesh, left_by: str = "") -> Callable[[Board], None] | None:
     """What publishes this rank's calls and compares them with those of ranks that ended before.
 
     Every rank that ends well does it; the lowest one is compared with all others. Each first tells
     and then looks, so of two that end at the same time one sees the other.
+
+    Args:
+        mesh: of the calls.
+        left_by: how and at which line this rank leaves it.
 
     Returns:
         A job for the board's thread; None where there is nothing to compare, or this was done
@@ -102,7 +106,7 @@ def comparison(mesh: Mesh) -> Callable[[Board], None] | None:
     if link is None or mesh.whole is not None or not has_left or mesh in _compared:
         return None
     _compared.add(mesh)
-    mine, is_any_closed = _calls(mesh), bool(link.closed())
+    mine, is_any_closed = _calls(mesh)._replace(left_by=left_by), bool(link.closed())
     lowest = mesh.members[0]
     peers = mesh.others if mesh.rank == lowest else (lowest,)
     ranks = [mesh.ranks[peer] for peer in peers]

@@ -53,12 +53,21 @@ class GroupCalls(NamedTuple):
         rank: within the group.
         lanes: those that it has used.
         is_single: whether no other thread could have made a call on another one.
+        left_by: how and at which line it has left; empty where its program came to its end.
     """
 
     mesh: int
     rank: int
     lanes: tuple[LaneCalls, ...]
     is_single: bool
+    left_by: str = ""
+
+    @property
+    def last(self) -> Position | None:
+        """Where its last call was; None if it has used several lanes."""
+        if not self.lanes:
+            return Position(self.rank, "", 0, -1, "", is_over=True)
+        return self.lanes[0].last if len(self.lanes) == 1 else None
 
 
 class Process(NamedTuple):
@@ -135,6 +144,12 @@ class Processes:
     def of(self, rank: int) -> Process | None:
         """A rank's process, as far as it is known."""
         return self._known.get(rank)
+
+    def calls_of(self, rank: int, mesh: int) -> GroupCalls | None:
+        """What a rank has told of its calls over a mesh, once it needs that no longer."""
+        process = self._known.get(rank)
+        calls = () if process is None else process.calls
+        return next((each for each in calls if each.mesh == mesh), None)
 
     def some_of(self, ranks: Iterable[int]) -> list[int]:
         """The ranks to ask after in one look, in order.

@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from objcomm._failures.noticeboard import StoreSilentError
-from objcomm._failures.verdict import FAREWELLS, Cause, Verdict, nonce_of
+from objcomm._failures.verdict import DESTROYED, FAREWELLS, Cause, Verdict, nonce_of
 from objcomm._transport.link import HOST_LOST, PEER_LOST, LinkClosed, LinkRefused, LinkUnreachable
 from objcomm._transport.store import reason_of
 from objcomm._wire.header import Operation
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, MutableSet, Sequence
 
     from objcomm._failures.deadlock import Deadlock
+    from objcomm._failures.liveness import GroupCalls
     from objcomm._failures.mesh import Mesh
     from objcomm._failures.noticeboard import Board
     from objcomm._observe.history import CallRecord
@@ -206,6 +207,16 @@ def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
         why = next(iter(died.values()))
         return verdict._replace(ranks=tuple(sorted(died)), reason=verdict.reason if named else why)
     words = [processes.end_of(mesh.ranks[rank]) for rank in verdict.ranks]
+    left = _left(mesh)
+    if left and set(verdict.ranks) <= left.keys():
+        # On several lanes calls have numbers that can't be compared.
+        lasts = [each.last for each in left.values()] if len(mesh.lanes) == 1 else []
+        return verdict._replace(
+            ranks=tuple(sorted(left)),
+            reason=next(filter(None, words), DESTROYED),
+            positions=tuple(filter(None, lasts)),
+            left_by=left[min(left)].left_by,
+        )
     if any(words):
         return verdict._replace(reason=next(filter(None, words)))
     are_beside = all(processes.is_beside(mesh.ranks[rank]) for rank in verdict.ranks)
@@ -214,6 +225,13 @@ def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
     if not verdict.ranks or not are_beside or is_said:
         return verdict
     return verdict._replace(reason=f"{_CLOSED} ({verdict.reason})")
+
+
+def _left(mesh: Mesh) -> dict[int, GroupCalls]:
+    """The members that have left, as they have told, with the calls that they had made."""
+    calls_of, number = mesh.board_thread.processes.calls_of, mesh.number
+    told = {peer: calls_of(mesh.ranks[peer], number) for peer in mesh.others}
+    return {peer: calls for peer, calls in told.items() if calls is not None}
 
 
 def is_circle_of_the_dead(board: Board, meshes: Sequence[Mesh], conflict: Deadlock) -> bool:
@@ -244,6 +262,11 @@ def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
     Returns:
         What holds.
     """
+
+    def look(board: Board) -> Verdict | None:
+        board.learn(mesh.ranks[peer] for peer in mesh.others)  # all may have left
+        return mesh.heard or board.look(mesh.nonce)
+
     link = mesh.link
     if mesh.verdict is not None or link is None:
         return mesh.settle(proposal)
@@ -255,13 +278,13 @@ def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
         proposal = proposal._replace(ranks=to_blame, reason=_SAID)
     elif _are_all_closed(mesh):
         try:
-            standing = mesh.board_thread.call(lambda board: mesh.heard or board.look(mesh.nonce))
+            standing = mesh.board_thread.call(look)
         except StoreSilentError:  # then each rank may have closed its own
             return settle_by_name(mesh, proposal)
         if standing is not None:
             # Not once more by ``settle``: the others may have read it by then, and removed it.
             return mesh.stop(standing)
-        if not any(map(mesh.board_thread.processes.end_of, mesh.ranks)):
+        if not any(map(mesh.board_thread.processes.end_of, mesh.ranks)) and not _left(mesh):
             # Nobody is there to be told: the others have told each other, and cleared the store.
             return mesh.stop(proposal._replace(ranks=(mesh.rank,), reason=_ALONE))
     return settle_by_name(mesh, proposal)

@@ -57,7 +57,8 @@ class Verdict(NamedTuple):
         ranks: whom it concerns: the missing, the dead, the one that left, the two that are apart.
         reason: in words.
         seconds: the limit that passed.
-        positions: where ranks are.
+        positions: where ranks are; of ranks that have left, where they made their last calls.
+        left_by: how and at which line the first of these has left, where that was said.
         failures: what went wrong on which rank.
         silent: ranks that did not answer when asked where they are.
         silent_seconds: for how long they have not.
@@ -76,6 +77,7 @@ class Verdict(NamedTuple):
     reason: str = ""
     seconds: float = 0.0
     positions: tuple[Position, ...] = ()
+    left_by: str = ""
     failures: tuple[RankFailure, ...] = ()
     silent: tuple[int, ...] = ()
     silent_seconds: float = 0.0
@@ -140,7 +142,20 @@ class Verdict(NamedTuple):
                 self.silent_seconds,
             )
         silent = "; store: no answer" if self.is_store_silent else ""
-        return TransportError(operation, self.ranks, self.reason + silent)
+        return TransportError(operation, self.ranks, self.reason + self._unmade(own) + silent)
+
+    def _unmade(self, own: Position | None) -> str:
+        """What to add to the reason of ranks that have left, and never made the call of this one.
+
+        Args:
+            own: where this rank is.
+        """
+        by = f" ({self.left_by})" if self.left_by else ""
+        last = next((each for each in self.positions if each.rank in self.ranks), None)
+        if last is None or own is None or (last.operation and own.sequence <= last.sequence):
+            return by
+        before = f"its last was {last.call}" if last.operation else "it had made none"
+        return f"{by} without making this call (call {own.sequence}); {before}"
 
 
 def proposal_for(error: BaseException, rank: int) -> Verdict:

@@ -435,12 +435,16 @@ class Watchdog(threading.Thread):
         with contextlib.suppress(BlockingIOError):  # full: it is awake
             self._sending.send(_NUDGE)
 
-    def compare_calls(self) -> None:
-        """Note where this rank has made other calls than a rank that has ended before."""
+    def compare_calls(self, left_by: str = "") -> None:
+        """Note where this rank has made other calls than a rank that has ended before.
+
+        Args:
+            left_by: how and at which line this rank leaves.
+        """
         jobs = defaultdict[BoardThread, list[Callable[[Board], None]]](list)
         for mesh in self._all_meshes():
             with logged("whether all ranks made the same calls could not be found out"):
-                compare = audit.comparison(mesh)
+                compare = audit.comparison(mesh, left_by)
                 if compare is not None:
                     jobs[mesh.board_thread].append(compare)
 
@@ -551,9 +555,9 @@ class _Watchdogs:
         if self._watchdog is not None:
             self._watchdog.close()
 
-    def compare_calls(self) -> None:
+    def compare_calls(self, left_by: str) -> None:
         if self._watchdog is not None and self._watchdog.pid == os.getpid():
-            self._watchdog.compare_calls()
+            self._watchdog.compare_calls(left_by)
 
 
 _watchdogs = _Watchdogs()
@@ -565,17 +569,20 @@ def close() -> None:
 
 
 @contextlib.contextmanager
-def audited() -> Iterator[None]:
+def audited(left_by: str) -> Iterator[None]:
     """Leave the world in this block, then raise any mismatch that this reveals.
 
     An error that is under way already is the one that is raised.
+
+    Args:
+        left_by: how and at which line.
 
     Raises:
         DesyncError: another rank has made other calls.
     """
     is_failing = sys.exc_info()[1] is not None
     if not is_failing:
-        _watchdogs.compare_calls()
+        _watchdogs.compare_calls(left_by)
     yield
     error = audit.taken()
     if error is not None and not is_failing:

@@ -109,6 +109,27 @@ def test_both_lines_are_named_and_a_ranks_own_error_stays() -> None:
     assert failed[1].said.rstrip().endswith("ValueError: its own")
 
 
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_rank_that_left_before_a_call_is_named_with_its_last_line(world: int) -> None:
+    """Not the connections that it has closed: they are how the others find out, and no reason."""
+    fewer = f"for _ in range(1 + (rank != {world - 1})):\n    objcomm.all_gather(0)"
+    last = "objcomm.barrier()\nif rank == 0: objcomm.gather(0)\nelse:\n    objcomm.shutdown()"
+    used_nothing = "if rank == 0: objcomm.barrier()\nelse: objcomm.shutdown()"
+    uneven, left, unused = run_to_the_end(
+        [Program([body] * world) for body in (fewer, last, used_nothing)]
+    )
+    made = "its last was all_gather (call 0) at program.py"
+    for each in uneven[:-1]:
+        assert f"to rank {world - 1} ended: its program has ended without making this" in each.said
+        assert made in each.said
+    others = "rank 1" if world == 2 else f"ranks 1-{world - 1}"
+    for ranks, before in ((left, "its last was barrier (call 0)"), (unused, "it had made none")):
+        assert ranks[0].status == 1
+        assert f"the connection to {others} ended: it" in ranks[0].said
+        assert "(objcomm.shutdown at program.py" in ranks[0].said
+        assert f"without making this call (call {int(ranks is left)}); {before}" in ranks[0].said
+
+
 _UNDER_RUN = (
     BEGIN
     + """
