@@ -42,6 +42,11 @@ _FEW = 4
 # Of many ranks so many places, and so many failures that differ.
 _MOST_LINES = 8
 _MOST_RANGES = 16
+# How the other rank of a message is named; in calls of all ranks there is a root.
+_PEER = {
+    **dict.fromkeys(("send", "isend", "ssend", "issend"), "to rank"),
+    **dict.fromkeys(("recv", "irecv", "probe", "mprobe"), "from rank"),
+}
 # Why a rank may not answer though its process is there.
 _SILENT = "stopped, out of reach, or in C code that holds Python's lock"
 # As much as one rank tells of a failure; several that differ share it.
@@ -211,6 +216,7 @@ class Position(NamedTuple):
         line: where the rank is in its program meanwhile, as ``file:line in function``, if it is
             computing; empty where it waits in the call, or where nobody asked.
         line_seconds: since when the rank was found there each time it was asked.
+        unmatched: what has come to a receive that it does not match, in words.
     """
 
     rank: int
@@ -224,6 +230,7 @@ class Position(NamedTuple):
     name: str = ""
     line: str = ""
     line_seconds: float = 0.0
+    unmatched: str = ""
 
     def __str__(self) -> str:
         return self._with_others(())
@@ -231,7 +238,7 @@ class Position(NamedTuple):
     @property
     def call(self) -> str:
         """The call in words, with its number and its line."""
-        root = "" if self.root < 0 else f" with root {self.root}"
+        root = "" if self.root < 0 else f" {_PEER.get(self.operation, 'with root')} {self.root}"
         group = f" of group {self.group!r}" if self.group else ""
         where = f" at {self.call_site}" if self.call_site else ""
         name = f" {self.name!r}" if self.name else ""
@@ -256,7 +263,8 @@ class Position(NamedTuple):
         if self.is_over:
             last = f"{self.call}, {spent or '0.0 s'} ago"
             return f"{listed} {verb} in no call{now}; {whose} last was {last}"
-        return f"{listed} {verb} in {self.call}" + f" for {spent}" * bool(spent) + now
+        unmatched = f" ({self.unmatched})" if self.unmatched else ""
+        return f"{listed} {verb} in {self.call}" + f" for {spent}" * bool(spent) + now + unmatched
 
 
 def _seconds_text(seconds: Sequence[float]) -> str:
@@ -306,6 +314,10 @@ def whereabouts(
 OTHER_LINES = "other lines"
 
 
+#: Why one is raised for ranks that wait for each other's messages, or for those to be received.
+NO_MATCH = "messages that never meet"
+
+
 class DesyncError(WireError):
     """Ranks are in different operations; raised once by every rank, and the group works on.
 
@@ -327,6 +339,8 @@ class DesyncError(WireError):
         each = whereabouts(self.positions.values())
         where = ", but ".join(each) if len(each) <= _PAIR else "; ".join(each)
         advice = "; every rank must make the same calls in the same order"
+        if self.reason == NO_MATCH:
+            advice = "; one must send before it waits itself, with the tag that the other receives"
         if self.reason == OTHER_LINES:
             advice += ", or give two lines that belong together the same name="
         return f"ranks are out of step ({self.reason}): {where}{advice}"

@@ -10,9 +10,12 @@ from typing import NamedTuple
 
 from objcomm._observe.stacks import Running
 from objcomm._wire.header import Operation
+from objcomm.errors import NO_MATCH
 
 #: The number of the call in which a group's ranks meet: before all others.
 MEETING = -1
+
+_CIRCLE = "each waits for another"
 
 # Who waited where a circle was found is told; threads that were late by a second were seen.
 _HEARD_WITHIN_SECONDS = 5.0
@@ -28,6 +31,7 @@ class Step(NamedTuple):
     call_site: str
     operation_name: str = ""  # of the call that made the ranks meet, where operation is NONE
     name: str = ""  # of the call, as far as it is shown
+    unmatched: str = ""  # messages that a receive does not match, in words
 
     def agrees_with(self, other: "Step") -> bool:
         """Whether both can be the same call; a meeting serves any."""
@@ -225,7 +229,8 @@ def find_deadlock(  # noqa: PLR0911  # each step of the search may end it
         if wait in met:
             circle = path[met.index(wait) :]
             if any(each.group == start.group for _, each, _ in circle):
-                return Deadlock("each waits for another", tuple(circle))
+                are_messages = all(_is_shared(each) for _, each, _ in circle)
+                return Deadlock(NO_MATCH if are_messages else _CIRCLE, tuple(circle))
             return None  # those ranks will raise, and may come here then
     return None
 

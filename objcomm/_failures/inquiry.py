@@ -161,7 +161,17 @@ def _step(entry: CallRecord) -> Step:
         header.call_site,
         entry.operation,
         header.name,
+        _unmatched(entry),
     )
+
+
+def _unmatched(entry: CallRecord) -> str:
+    """What has come to a receive that waits for another tag."""
+    found = entry.unmatched() if entry.unmatched is not None else []
+    if not found:
+        return ""
+    messages = [f"tag {tag} from rank {peer}" for peer, tag in found]
+    return f"waiting for tag {entry.header.tag}; what has come: {', '.join(messages)}"
 
 
 #: A call of one lane that waits for other ranks.
@@ -633,4 +643,5 @@ def _position(mesh: Mesh, rank: int, state: LaneWait, step: Step) -> Position:
         is_over=state.is_over(step),
         group="" if state.group == mesh.name else state.group,
         name=step.name,
+        unmatched=step.unmatched,
     )

@@ -72,6 +72,8 @@ class CallRecord:
         is_served: whether what it waits for is under way.
         caller: the call that this one is part of; None if it is none's.
         is_confirmed: whether ranks tell each other how it went, so that it needs all of them.
+        unmatched: gives sender and tag of messages that have come and that it does not match, of a
+            receive that waits.
         withdraw: ends it by a verdict that ends nothing else; None where there is no such way.
     """
 
@@ -97,6 +99,7 @@ class CallRecord:
     is_served = False
     caller: "CallRecord | None" = None
     is_confirmed = False
+    unmatched: "Callable[[], list[tuple[int, int]]] | None" = None
     withdraw: "Callable[[Any], object] | None" = None
 
     def __init__(self, header: Header, operation: str, codec: str = "", lane: str = "") -> None:

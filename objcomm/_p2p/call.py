@@ -807,6 +807,7 @@ class Receive(P2PCall):
         if blocks:
             self._heed(admitted)
         entry.withdraw = functools.partial(self._withdraw, request)
+        entry.unmatched = functools.partial(mailbox.unmatched, request)
         self._lanes = [lane for _, _, lane in admitted]
         if request.src is None:
             request.among = frozenset(pair.peer for pair, _, _ in admitted)
@@ -851,7 +852,7 @@ class Receive(P2PCall):
         if self._alarm is not None:
             self._lift_limit()
         # The history keeps the entry, and this would keep the message.
-        self.entry.withdraw = _ignore
+        self.entry.withdraw, self.entry.unmatched = _ignore, None
         for lane in self._lanes:
             lane.end(self.entry, self._deadline)
 

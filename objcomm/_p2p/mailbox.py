@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # What one rank keeps of another's before somebody asks for it; more waits on the sender.
 _KEPT_MAX_NBYTES = 64 << 20
+# Of messages that a receive does not match, an error lists so many.
+_SHOWN = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -391,6 +393,12 @@ class Mailbox:
                 self._arrived.put(arrival, patterns)
                 self._count(arrival, len(arrival.raw))
             return served
+
+    def unmatched(self, request: RecvRequest) -> list[tuple[int, int]]:
+        """Sender and tag of the first messages that have come from the rank that one waits for."""
+        with self._lock:
+            here = itertools.islice(self._arrived.under((request.src, None)), _SHOWN)
+            return [(each.peer, each.tag) for each in here]
 
     def withdraw(self, request: RecvRequest, verdict: Verdict) -> None:
         """End a request by a verdict, if it still waits, or as soon as it is put."""

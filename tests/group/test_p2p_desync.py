@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import objcomm
-from objcomm import DesyncError
+from objcomm import DesyncError, TransportTimeout
 from objcomm._failures import watchdog
 from objcomm._failures.inquiry import Waiting, investigate
 from objcomm._failures.mesh import Mesh
@@ -107,6 +107,49 @@ def test_two_that_are_out_of_step_hear_of_it_and_work_on(kind: str) -> None:
                 for position in error.positions.values():
                     assert Path(__file__).name in position.call_site
             assert_all_works(group)
+
+
+@ranks(2)
+def test_a_receive_of_another_tag_names_what_has_come() -> None:
+    with subgroup(0, 1) as group:
+
+        def sends_and_waits(group: dist.ProcessGroup) -> None:
+            objcomm.send("x", 1, tag=5, group=group)
+            objcomm.recv(1, group=group)
+
+        error = out_of_step(group, sends_and_waits, recv(0))
+        assert error is not None
+        assert error.reason == "messages that never meet"
+        told = "waiting for tag 0; what has come: tag 5 from rank 0"
+        assert error.positions[1].unmatched == told
+        assert "rank 1 is in recv (call 0) from rank 0 at " in str(error)
+        assert f"({told})" in str(error)
+        assert "every rank must make the same calls" not in str(error)
+        if here().rank == 1:
+            assert objcomm.recv(0, tag=5, group=group) == "x"
+        assert_all_works(group)
+
+
+@ranks(2)
+def test_a_limit_of_a_receive_names_the_tags_that_have_come() -> None:
+    objcomm.barrier()
+    if here().rank == 0:
+        for tag in range(1, 6):
+            objcomm.send(tag, 1, tag=tag)
+        hear("late")
+    else:
+        objcomm.probe(0, tag=5)  # all have come
+        with patiently():
+            error: TransportTimeout = error_in(
+                TransportTimeout, lambda: objcomm.recv(0, timeout=1.0)
+            )
+        told = "waiting for tag 0; what has come: " + ", ".join(
+            f"tag {tag} from rank 0" for tag in (1, 2, 3)
+        )
+        assert error.positions[1].unmatched == told
+        say("late")
+        assert [objcomm.recv(0, tag=tag) for tag in range(1, 6)] == [1, 2, 3, 4, 5]
+    assert_group_works()
 
 
 @ranks(3)

@@ -16,6 +16,7 @@ from objcomm._failures.inquiry import (
     serves_a_library,
 )
 from objcomm._wire.header import Operation
+from objcomm.errors import NO_MATCH
 from tests.unit.whereabouts import (
     MAIN,
     OTHER,
@@ -201,12 +202,12 @@ def test_who_waits_in_a_meeting_that_another_has_left_is_in_no_circle() -> None:
 # other process has a single thread, which waits itself.
 
 
-def is_circle(ranks: dict[int, list[LaneWait]]) -> bool:
+def is_circle(ranks: dict[int, list[LaneWait]], reason: str = NO_MATCH) -> bool:
     """Whether each of the ranks finds the circle of all of them."""
     found = [conflict_among(ranks, rank) for rank in ranks]
     return all(
         each is not None
-        and each.reason == "each waits for another"
+        and each.reason == reason
         and {rank for rank, _, _ in each.found} == set(ranks)
         for each in found
     )
@@ -251,7 +252,8 @@ def test_two_that_meet_for_a_message_are_in_step() -> None:
 def test_what_was_sent_over_an_earlier_connection_is_not_under_way() -> None:
     waits = recv(0, 1)._replace(nonce="")
     ended = pair(0, 1, sent=5)
-    assert is_circle({0: [waits], 1: [lane("world", step(0), awaits=0), ended]})
+    ranks = {0: [waits], 1: [lane("world", step(0), awaits=0), ended]}
+    assert is_circle(ranks, "each waits for another")
 
 
 def test_a_large_message_that_waits_for_its_receiver_is_no_help_to_another_tag() -> None:
@@ -279,8 +281,9 @@ def test_what_no_thread_waits_for_is_no_wait() -> None:
 
 
 def test_a_message_and_a_collective() -> None:
-    assert is_circle({0: [recv(0, 1)], 1: [lane("world", step(3), awaits=0)]})
-    assert is_circle({0: [send(0, 1)], 1: [meeting("world", awaits=0)]})
+    reason = "each waits for another"
+    assert is_circle({0: [recv(0, 1)], 1: [lane("world", step(3), awaits=0)]}, reason)
+    assert is_circle({0: [send(0, 1)], 1: [meeting("world", awaits=0)]}, reason)
 
 
 def test_a_message_and_a_collective_that_is_served() -> None:
