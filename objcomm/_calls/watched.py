@@ -25,7 +25,7 @@ from objcomm._transport.link import Deadline, Link
 from objcomm._wire.admission import Gate
 from objcomm._wire.failure_message import failure_of
 from objcomm._wire.message import compose
-from objcomm.errors import TransportError
+from objcomm.errors import DesyncError, TransportError
 
 if TYPE_CHECKING:
     from objcomm._wire.message import Message
@@ -198,4 +198,6 @@ class Watched(Exchange):
         if isinstance(error, TransportError):
             raise local(mesh, verdict, error).error(operation, position) from None
         if verdict.name != proposal.name and isinstance(error, Exception):
-            raise verdict.error(operation, position) from error
+            # Two ranks may each have found another pair that differs; one pair says enough.
+            is_same = isinstance(error, DesyncError) and verdict.cause is Cause.DESYNC
+            raise verdict.error(operation, position) from (None if is_same else error)

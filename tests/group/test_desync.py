@@ -254,6 +254,23 @@ def test_each_of_several_deadlocks_of_the_same_groups_is_told_as_soon_as_the_fir
         assert max(took) <= 3.0 * slowness.factor, (took, slowness.factor)
 
 
+@ranks(2)
+def test_where_others_have_found_another_pair_one_error_tells_of_one() -> None:
+    """Of many ranks two may each meet another one that differs: with 12, in a third of the calls."""
+    positions = tuple(Position(rank, "gather", 1, rank, f"train.py:{rank}") for rank in (0, 1))
+    standing = Verdict.of(Cause.DESYNC, reason="other roots", positions=positions)
+    objcomm.barrier()
+    mesh = world_mesh()
+    mesh.board_thread.call(lambda board: board.propose(mesh.nonce, standing), PATIENCE_S)
+    tell_all("posted", "")
+    call = objcomm.barrier if here().rank == 1 else lambda: objcomm.all_gather("x")
+    error = error_in(DesyncError, call)
+    assert error.reason == "other roots"
+    assert error.__cause__ is None
+    assert error.__suppress_context__
+    assert_group_works()
+
+
 @ranks(3)
 def test_ranks_that_wait_in_a_circle_of_groups_hear_of_it() -> None:
     with subgroup(0, 1) as a, subgroup(1, 2) as b, subgroup(0, 2) as c:

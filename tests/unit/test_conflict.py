@@ -307,7 +307,7 @@ def test_a_circle_of_three_through_messages_and_a_collective() -> None:
         1: [send(1, 2, since=2.0)],
         2: [lane("world", step(3), awaits=0, since=3.0)],
     }
-    assert is_circle(ranks)
+    assert is_circle(ranks, "each waits for another")
     ranks[1] = [send(1, 2, waiter=0)]
     assert conflict_among(ranks) is None
 
