@@ -256,7 +256,7 @@ def test_each_of_several_deadlocks_of_the_same_groups_is_told_as_soon_as_the_fir
 
 @ranks(2)
 def test_where_others_have_found_another_pair_one_error_tells_of_one() -> None:
-    """Of many ranks two may each meet another one that differs: with 12, in a third of the calls."""
+    """Of many ranks two may each meet another that differs: with 12, in a third of the calls."""
     positions = tuple(Position(rank, "gather", 1, rank, f"train.py:{rank}") for rank in (0, 1))
     standing = Verdict.of(Cause.DESYNC, reason="other roots", positions=positions)
     objcomm.barrier()
