@@ -13,12 +13,13 @@ INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet \
 # Wherever it is set: each process that a test starts would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-long lint format types docs bench bench-smoke package clean
+.PHONY: help demo test test-long test-newest lint format types docs bench bench-smoke package clean
 
 help:
 	@echo 'make demo    four ranks train and evaluate on real data; results in $(OUT)/'
 	@echo 'make test    what tells that a change broke something, in minutes'
 	@echo 'make test-long   the rest: every fault, the soak, hosts, examples, the package'
+	@echo 'make test-newest   what other versions than those of constraints.txt may break'
 	@echo 'make lint    ruff and codespell          make format   let ruff mend what it can'
 	@echo 'make types   mypy and pyright, strict    make docs     build the site into site/'
 	@echo 'make bench   measure everything and write docs/benchmarks.md and targets.md; takes long'
@@ -39,6 +40,22 @@ test: $(VENV)/.dev
 
 test-long: $(VENV)/.dev $(VENV)/.package
 	$(BIN)/python -m pytest -n 8 --dist worksteal -m long $(PYTEST_ARGS)
+
+# What a user gets today, where test has the constraints' versions: all that objcomm and torch need,
+# and numpy, but not another torch, which takes minutes to fetch. The rest is the first environment's.
+NEWEST := $(VENV)-newest
+test-newest: $(VENV)/.dev
+	rm -rf $(NEWEST)
+	$(BIN)/python -m venv $(NEWEST)
+	ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages \
+		> $$(echo $(NEWEST)/lib/python*/site-packages)/rest.pth
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade \
+		--upgrade-strategy eager --editable . numpy "$$(grep '^torch==' constraints.txt)"
+	$(NEWEST)/bin/python -m pip list --disable-pip-version-check \
+		--path $(NEWEST)/lib/python*/site-packages
+	$(NEWEST)/bin/python -m pytest -n 6 --dist worksteal -m "not long" tests/unit/test_by_value.py \
+		tests/unit/test_codecs.py tests/unit/test_hostile_objects.py tests/group/test_fidelity.py \
+		tests/group/test_launch.py $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -69,7 +86,7 @@ package: $(VENV)/.dev $(VENV)/.package
 	$(BIN)/python -m tests.package
 
 clean:
-	rm -rf $(VENV) site build dist demo-out bench-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) site build dist demo-out bench-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # One empty file per installed extra, so that an unchanged checkout installs nothing twice.
 $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python

@@ -4,7 +4,9 @@ import faulthandler
 import os
 from collections.abc import Iterator
 from operator import itemgetter
+from types import CodeType
 
+import cloudpickle
 import hypothesis
 import pytest
 
@@ -97,6 +99,18 @@ def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 def codec(request: pytest.FixtureRequest) -> str:
     """The name of each codec in turn."""
     return str(request.param)
+
+
+@pytest.fixture
+def constant_file_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever cloudpickle is installed, it names files as it does since 3.1.3."""
+    rules = cloudpickle.Pickler.dispatch_table.maps[0]
+    parts_of = rules[CodeType]
+
+    def reduce_code(code: CodeType) -> object:
+        return parts_of(code.replace(co_filename="<dynamic-code>"))
+
+    monkeypatch.setitem(rules, CodeType, reduce_code)
 
 
 @pytest.fixture(autouse=True, scope="session")

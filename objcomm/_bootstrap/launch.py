@@ -120,10 +120,10 @@ def launch(
 
 
 def _pickled(name: str, order: tuple[object, ...]) -> bytes:
-    import cloudpickle  # noqa: PLC0415  # so that importing objcomm stays as quick as it is
+    from objcomm._codecs.by_value import dumps  # noqa: PLC0415  # most programs launch nothing
 
     try:
-        return cast("bytes", cloudpickle.dumps(order))
+        return dumps(order)
     except Exception as error:
         raise UsageError(
             f"launch: {name} or what it needs can't be sent to another process: {text_of(error)}"

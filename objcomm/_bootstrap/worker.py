@@ -15,9 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from objcomm._bootstrap.init import init, shutdown
+from objcomm._codecs.by_value import dumps
 from objcomm._wire.failure_message import failure_of
 from objcomm.errors import CollectiveError, TransportError, TransportTimeout
 
@@ -33,7 +32,7 @@ def main() -> int:
         # So that launch can ask a rank that does not end where it is.
         faulthandler.register(signal.SIGUSR1, stacks.fileno(), all_threads=True)
         try:
-            _leave(folder / f"result{rank}", cloudpickle.dumps(_run(folder)))
+            _leave(folder / f"result{rank}", dumps(_run(folder)))
         except BaseException as error:  # noqa: BLE001  # all of them are told
             failure = failure_of(error, rank)
             told = (failure.type_name, failure.message, failure.traceback)

@@ -269,9 +269,9 @@ class _Pickler(pickle.Pickler):
             self.kept.append(obj)
             return _kept_at, (len(self.kept) - 1,)
         if self._by_value is None:
-            import cloudpickle  # noqa: PLC0415  # most streams never need it
+            from objcomm._codecs import by_value  # noqa: PLC0415  # most streams never need it
 
-            self._by_value = cloudpickle.Pickler(self.sink)
+            self._by_value = by_value.Pickler(self.sink)
         reduced = self._by_value.reducer_override(obj)
         if reduced is NotImplemented:
             reducer = self._by_value.dispatch_table.get(type(obj))

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import logging
+import traceback
 import types
 from typing import Any, Generic, TypeVar
 
@@ -28,6 +29,21 @@ LEFT_TO_PICKLE = {
 def test_every_rule_of_cloudpickle_is_known() -> None:
     rules = {rule for rule in cloudpickle.Pickler._dispatch_table if isinstance(rule, type)}  # noqa: SLF001
     assert rules - LEFT_TO_PICKLE == set(_BY_VALUE)
+
+
+@pytest.mark.usefixtures("constant_file_names")
+def test_functions_keep_the_names_of_their_files() -> None:
+    def make() -> Any:
+        def fail() -> None:
+            raise NotImplementedError
+
+        return fail
+
+    got = objcomm.from_tensor(objcomm.to_tensor(make))
+    assert got.__code__.co_filename == __file__
+    with pytest.raises(NotImplementedError) as caught:
+        got()()
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].line == "raise NotImplementedError"
 
 
 def local_dataclass() -> Any:
