@@ -9,6 +9,7 @@ import hashlib
 import operator
 import os
 import pkgutil
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
@@ -438,6 +439,12 @@ def environment_check() -> Check:
     """What OBJCOMM_CHECK says, for a program that never says ``configure(check=)``."""
     value = os.environ.get("OBJCOMM_CHECK", "")
     return LINES if value == LINES else value not in {"", "0"}
+
+
+@functools.cache
+def shows_full_tracebacks() -> bool:
+    """Whether tracebacks show objcomm's own frames: OBJCOMM_FULL_TRACEBACKS=1, or ``-X dev``."""
+    return sys.flags.dev_mode or os.environ.get("OBJCOMM_FULL_TRACEBACKS", "") not in {"", "0"}
 
 
 def _checked(check: object) -> Check:

@@ -26,8 +26,8 @@ try:
     from objcomm._collectives.split import dup, leaders, new_group, node_group, split
     from objcomm._config import check, configure
     from objcomm._observe.history import OperationStats
+    from objcomm._observe.published import publish
     from objcomm._observe.stats import reset_stats, stats
-    from objcomm._observe.tracing import publish
     from objcomm._p2p.messages import (
         Message,
         improbe,
@@ -183,4 +183,4 @@ __all__ = [
     "world_size",
 ]
 
-publish("objcomm", {name: globals()[name] for name in __all__})
+globals().update(publish("objcomm", {name: globals()[name] for name in __all__}))

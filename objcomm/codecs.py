@@ -4,7 +4,7 @@
 """
 
 from objcomm._codecs.base import Codec, Encoded, register_codec
-from objcomm._observe.tracing import publish
+from objcomm._observe.published import publish
 
 __all__ = [
     "Codec",
@@ -12,4 +12,4 @@ __all__ = [
     "register_codec",
 ]
 
-publish(__name__, {name: globals()[name] for name in __all__})
+globals().update(publish(__name__, {name: globals()[name] for name in __all__}))

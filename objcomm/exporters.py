@@ -1,11 +1,11 @@
 """What ``objcomm.stats`` has counted, for programs that collect and show figures."""
 
+from objcomm._observe.published import publish
 from objcomm._observe.stats import stats_to_prometheus, stats_to_tensorboard
-from objcomm._observe.tracing import publish
 
 __all__ = [
     "stats_to_prometheus",
     "stats_to_tensorboard",
 ]
 
-publish(__name__, {name: globals()[name] for name in __all__})
+globals().update(publish(__name__, {name: globals()[name] for name in __all__}))

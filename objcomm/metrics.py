@@ -3,7 +3,7 @@
 ``objcomm.gather_scalar`` and ``objcomm.reduce_and_broadcast`` stand at the top.
 """
 
-from objcomm._observe.tracing import publish
+from objcomm._observe.published import publish
 from objcomm._training.metrics import all_gather_scalar, average_metrics, gather_from_all_ranks
 
 __all__ = [
@@ -12,4 +12,4 @@ __all__ = [
     "gather_from_all_ranks",
 ]
 
-publish(__name__, {name: globals()[name] for name in __all__})
+globals().update(publish(__name__, {name: globals()[name] for name in __all__}))

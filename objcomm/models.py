@@ -1,6 +1,6 @@
 """The same model on all ranks: shared, averaged, compared, and wrapped."""
 
-from objcomm._observe.tracing import publish
+from objcomm._observe.published import publish
 from objcomm._training.model import (
     average_tensors,
     broadcast_model,
@@ -25,4 +25,4 @@ __all__ = [
     "wrap",
 ]
 
-publish(__name__, {name: globals()[name] for name in __all__})
+globals().update(publish(__name__, {name: globals()[name] for name in __all__}))

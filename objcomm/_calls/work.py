@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, Type
 import torch
 
 from objcomm._config import FOREVER_SECONDS, seconds_of
+from objcomm._observe.published import fold, folded
 from objcomm._transport.threads import SUSPICIOUS_SECONDS, Signal, check_uninterrupted
 from objcomm.errors import UsageError, text_of
 
@@ -143,6 +144,7 @@ class Work(Generic[T_co]):
         state = "in flight" if not self.done() else "failed" if self._error() else "done"
         return f"<objcomm.Work: {self.operation} at {self.call_site}, {state}>"
 
+    @folded
     def wait(self, timeout: Timeout = None) -> T_co:
         """Block until the operation has ended.
 
@@ -180,6 +182,7 @@ class Work(Generic[T_co]):
         """Whether the operation has ended, well or by an error; never blocks."""
         return self._ended.is_set
 
+    @folded
     def result(self) -> T_co:
         """What the operation returns; never blocks.
 
@@ -254,6 +257,7 @@ class Work(Generic[T_co]):
         try:
             return (yield from asyncio.wrap_future(self._future).__await__())
         except BaseException as error:
+            fold(error)
             if error is self._error():  # who is cancelled may never see it
                 self._hear()
             raise
@@ -265,6 +269,7 @@ class Work(Generic[T_co]):
         try:
             result = body()
         except BaseException as error:  # noqa: BLE001  # raised where somebody waits
+            fold(error)
             self._future.set_exception(error)
         else:
             self._on_error = None

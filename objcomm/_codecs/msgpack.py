@@ -56,9 +56,10 @@ class MsgpackCodec:
             return _Encoder(device_type).encode(obj)
         except Exception as error:
             path, culprit = blame(obj, _can_encode)
-            reason = str(error) if isinstance(error, _RefusedError) else text_of(error)
             kind = name_of(type(culprit), "__qualname__")
-            raise EncodeError(_NAME, kind, path, reason) from error
+            if isinstance(error, _RefusedError):  # whose text is all that there is to it
+                raise EncodeError(_NAME, kind, path, str(error)) from None
+            raise EncodeError(_NAME, kind, path, text_of(error)) from error
 
     def decode(
         self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None

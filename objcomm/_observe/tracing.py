@@ -5,9 +5,9 @@ Knows how dynamo chooses the frames that it looks at, and nothing of what the fu
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch.autograd.profiler
@@ -40,22 +40,6 @@ def begun(name: str) -> Span | None:
 
 _FOLDER = str(Path(__file__).parents[1])
 _REASON = "objcomm moves objects between processes, which no graph can hold"
-
-
-def publish(module: str, members: Mapping[str, Any]) -> None:
-    """Public names go by the module that users import them from, wherever their code stands.
-
-    So tracebacks and pickles have names that stay when code moves. Compiled functions call them as
-    they are.
-
-    Args:
-        module: the name of that module.
-        members: functions and classes by their names in it; modules are let be.
-    """
-    found = [each for each in members.values() if not isinstance(each, ModuleType)]
-    for each in found:
-        each.__module__ = module
-    keep_eager(found)
 
 
 def keep_eager(members: Iterable[object]) -> None:

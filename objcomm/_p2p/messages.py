@@ -6,6 +6,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 from objcomm._calls.group import Group
 from objcomm._calls.work import Envelope, Work
 from objcomm._config import Allowed, DeviceLike, GroupLike, Timeout
+from objcomm._observe.published import folded
 from objcomm._p2p.call import HeldReceive, Receive, Send, checked_tag
 from objcomm._p2p.mailbox import Arrived
 from objcomm._p2p.peer import peers_of
@@ -555,6 +556,7 @@ class Message:
         state = f"received at {self._received_at}" if self._received_at else "not received"
         return f"<objcomm.Message: from rank {src} with tag {tag}, {state}>"
 
+    @folded
     def recv(
         self,
         *,
@@ -592,6 +594,7 @@ class Message:
         options: _Decoding = {"device": device, "accept": accept, "allow": allow}
         return self._taken(timeout, "recv", options).run()
 
+    @folded
     def irecv(
         self,
         *,

@@ -26,6 +26,7 @@ from objcomm._config import (
     Timeout,
     check_name,
 )
+from objcomm._observe.published import folded
 from objcomm._observe.tracing import keep_eager
 from objcomm._wire.failure_message import failure_of, raise_together
 from objcomm._wire.header import Operation, Status
@@ -385,7 +386,7 @@ def _decorator(
             return result
 
         keep_eager([run])  # before it is dressed: dynamo looks at the code of what it wraps
-        return functools.update_wrapper(run, function)
+        return folded(functools.update_wrapper(run, function))
 
     return decorate if function is None else decorate(function)
 

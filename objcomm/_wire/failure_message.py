@@ -14,6 +14,7 @@ from pathlib import Path
 import msgpack
 
 from objcomm._codecs.nesting import check_nesting
+from objcomm._config import shows_full_tracebacks
 from objcomm._wire.header import Header, Status
 from objcomm._wire.message import Message, compose
 from objcomm.errors import (
@@ -123,8 +124,8 @@ class _Folded(traceback.StackSummary):
 
     def format(self, **options: bool) -> list[str]:
         lines: list[str] = []
-        for is_own, frames in groupby(self, _is_own):
-            if is_own:
+        for are_own, frames in groupby(self, lambda frame: is_own(frame.filename)):
+            if are_own:
                 places = [f"{each.filename[len(_PACKAGE) :]}:{each.lineno}" for each in frames]
                 lines.append(f"  [objcomm: {' … '.join(dict.fromkeys((places[0], places[-1])))}]\n")
             else:
@@ -132,8 +133,9 @@ class _Folded(traceback.StackSummary):
         return lines
 
 
-def _is_own(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith(_PACKAGE) and not frame.filename.startswith(_DEMO)
+def is_own(file: str) -> bool:
+    """Whether code of this file is objcomm's, and not a program's."""
+    return file.startswith(_PACKAGE) and not file.startswith(_DEMO)
 
 
 def _folded(error: BaseException) -> traceback.TracebackException:
@@ -142,7 +144,8 @@ def _folded(error: BaseException) -> traceback.TracebackException:
     left = [whole]
     while left:
         each = left.pop()
-        each.stack = _Folded(each.stack)
+        if not shows_full_tracebacks():
+            each.stack = _Folded(each.stack)
         left += filter(None, (each.__cause__, each.__context__, *(each.exceptions or ())))
     return whole
 

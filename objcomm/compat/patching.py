@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, TracebackType
 from typing import Any, Self, TypeAlias
 
+from objcomm._observe.published import folded
 from objcomm._observe.tracing import keep_eager
 from objcomm._transport.threads import Alone
 
@@ -91,7 +92,7 @@ class Switch:
             return original(*args, **kwargs)
 
         keep_eager([replacement])
-        return functools.update_wrapper(replacement, original)
+        return folded(functools.update_wrapper(replacement, original))
 
 
 class Patch:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
+from objcomm._observe.published import folded
 from objcomm._observe.tracing import keep_eager
 from objcomm.errors import CaughtAs, CollectiveError, EncodeError, ObjcommError, caught_as, name_of
 
@@ -35,7 +36,7 @@ def raising(conversion: Conversion) -> Callable[[Callable[P, T]], Callable[P, T]
             raise left.pop()
 
         keep_eager([raises])
-        return functools.update_wrapper(raises, function)
+        return folded(functools.update_wrapper(raises, function))
 
     return decorate
 

@@ -34,6 +34,7 @@ from objcomm._collectives.broadcast import broadcast_in
 from objcomm._collectives.gather import all_gather_in, gather_in
 from objcomm._collectives.scatter import one_each, scatter_in
 from objcomm._config import GroupLike, whole_number
+from objcomm._observe.published import folded
 from objcomm._observe.tracing import keep_eager
 from objcomm._p2p.call import P2PCall, Receive, Send
 from objcomm._wire.header import Operation
@@ -111,12 +112,12 @@ def _in_torchs_place(outside: T) -> Callable[[Callable[P, T]], Callable[P, T]]:
                 warnings.warn(
                     f"Running {function.__name__} on global rank {rank()} which does not belong to "
                     "the given group.",
-                    stacklevel=2,
+                    stacklevel=3,  # the caller of what ``folded`` makes of this
                 )
                 return outside
 
         keep_eager([function, called])
-        return functools.update_wrapper(called, function)
+        return folded(functools.update_wrapper(called, function))
 
     return decorate
 

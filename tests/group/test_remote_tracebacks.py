@@ -85,6 +85,10 @@ def test_the_users_line_stands_in_every_failure_and_no_frame_of_objcomm(name: st
     with pytest.raises(objcomm.ObjcommError) as caught:
         CALLS[name]()
     error = caught.value
+    shown = "".join(traceback.format_exception(error))
+    assert f'File "{__file__}", line ' in shown
+    assert _OF_OBJCOMM not in shown
+    assert "objcomm._" not in shown
     # The rank that refuses a message raises its own error.
     is_own = name == "a message that is refused" and here().rank == 1
     assert isinstance(error, objcomm.WireError if is_own else CollectiveError)
