@@ -60,6 +60,11 @@ class Placement(NamedTuple):
     host: str
     port: int
 
+    @property
+    def named_by(self) -> str:
+        """What says how many ranks there are: torchrun sets an address, so this is not torchrun."""
+        return "WORLD_SIZE" if self.launcher == "torchrun" else self.launcher
+
 
 class Unjoined(NamedTuple):
     """What a launcher says of a process that has not joined the others.

@@ -184,14 +184,16 @@ def group_for_call(group: GroupLike, operation: str = "") -> Any:
             refuse_worker(operation, unjoined_in(os.environ).rank)
             raise UsageError(
                 f"{said_by}{promise} promises other ranks, but torch.distributed is not "
-                "initialised; call objcomm.init or init_process_group first"
+                "initialised; make this call after objcomm.init or init_process_group, and before "
+                "objcomm.shutdown or destroy_process_group"
             )
         if is_nobody(group):
             raise NotInGroupError(f"{said_by}this rank is no member of this group")
         if group is not None:
             raise UsageError(
                 f"{said_by}group={group!r} was given, but torch.distributed is not initialised; "
-                "call objcomm.init or init_process_group first, or leave group= out"
+                "make this call after objcomm.init or init_process_group, and before "
+                "objcomm.shutdown or destroy_process_group, or leave group= out"
             )
         return None
     process_group = process_group_of(group, operation)

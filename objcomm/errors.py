@@ -409,10 +409,10 @@ class TransportTimeout(TransportError, TimeoutError):
 
 
 class BrokenGroupError(TransportError):
-    """An earlier error ended objcomm's connections of this group.
+    """objcomm's connections of this group ended before: by an error, or because a rank left.
 
     Attributes:
-        reason: the error that ended it.
+        reason: the error that told so first.
     """
 
     def __init__(self, operation: str, reason: str) -> None:
@@ -421,7 +421,7 @@ class BrokenGroupError(TransportError):
 
     def __str__(self) -> str:
         return (
-            f"{self.operation}: this group can carry no more objects since an earlier error "
+            f"{self.operation}: this group can carry no more objects since its connections ended "
             f"({self.reason}); make a new process group, or restart the job"
         )
 

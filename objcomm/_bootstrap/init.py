@@ -396,7 +396,7 @@ def _joined(
 ) -> Start:
     if not place.host:
         raise UsageError(
-            f"init: {place.launcher} has started {place.world_size} ranks, but MASTER_ADDR is not "
+            f"init: {place.named_by} names {place.world_size} ranks, but MASTER_ADDR is not "
             "set; set it to the host of rank 0, the same on every rank: "
             f"{command_with_address(place.launcher)}"
         )

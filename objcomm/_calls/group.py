@@ -152,9 +152,12 @@ class Group:
             return rank
         rank = _index(operation, argument, global_rank)
         if rank not in self.places:
+            # A number that is no rank within the group either was not meant as one.
+            is_place = 0 <= rank < self.size
+            cure = f"; give a rank within the group as group_{argument}=" * is_place
             raise UsageError(
                 f"{operation}: {argument}={rank} is not in this group, whose global ranks are "
-                f"{ranges_text(self.ranks)}; give a rank within the group as group_{argument}="
+                f"{ranges_text(self.ranks)}{cure}"
             )
         return self.places[rank]
 

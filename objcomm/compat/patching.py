@@ -5,6 +5,7 @@ Knows modules and functions; knows nothing of what they do.
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, TracebackType
@@ -65,11 +66,12 @@ class Switch:
             if self._holders:
                 return
             for module, name, original, replacement in self._places:
-                if getattr(module, name) is replacement:
+                if getattr(module, name, None) is replacement:
                     setattr(module, name, original)
             self._places = []
 
     def _all_places(self) -> list[_Place]:
+        """In the modules, and wherever a module has imported one of their functions by its name."""
         replacements: dict[Function, Function] = {}  # what is one function stays one
         places: list[_Place] = []
         for module in self._modules():
@@ -78,6 +80,15 @@ class Switch:
                 replacement = replacements.get(original) or self._replacement(function, original)
                 replacements[original] = replacement
                 places.append((module, name, original, replacement))
+        found = {id(original): (original, made) for original, made in replacements.items()}
+        known = {(module, name) for module, name, _, _ in places}
+        for module in tuple(sys.modules.values()):
+            if isinstance(module, ModuleType):
+                # Past a ``__getattribute__`` that would load a module which is lazy.
+                names = tuple(ModuleType.__getattribute__(module, "__dict__").items())
+                for name, value in names:
+                    if id(value) in found and (module, name) not in known:
+                        places.append((module, name, *found[id(value)]))
         return places
 
     def _replacement(self, function: Function, original: Function) -> Function:

@@ -525,8 +525,9 @@ def patch() -> Patch:
 
     Every rank must call this, before the calls that it is for. Then whatever calls
     ``torch.distributed.all_gather_object`` and its like calls objcomm: torch's own modules,
-    accelerate, and others. It holds for all threads of the process. A name that was imported before
-    (``from torch.distributed import all_gather_object``) can't be reached, and stays torch's.
+    accelerate, and others. It holds for all threads of the process. A name that a module imported
+    before (``from torch.distributed import all_gather_object``) is replaced in that module, too.
+    What else holds a function, such as a class, a ``partial`` or a local name, keeps torch's.
 
     Groups that objcomm can't serve keep torch's functions: those of the backends ``fake``, ``mpi``
     and ``threaded``, those without a store that other processes reach, those that torch's own code

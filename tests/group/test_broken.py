@@ -251,3 +251,25 @@ def test_a_limit_that_is_kept_changes_nothing() -> None:
     with objcomm.configure(max_nbytes=1_000_000):
         assert objcomm.all_gather(bytes(900_000)) == [bytes(900_000)] * 2
     assert_group_works()
+
+
+@ranks(2, disposable=True)
+def test_a_group_that_a_rank_has_left_blames_no_error() -> None:
+    if here().rank == 1:
+        objcomm.send("last", 0)
+        dist.destroy_process_group()
+        return
+    assert objcomm.recv(1) == "last"
+
+    def is_over() -> bool:
+        try:
+            objcomm.iprobe(1)
+        except TransportError:
+            return True
+        return False
+
+    wait_until(is_over, "the end of rank 1")
+    with pytest.raises(BrokenGroupError) as caught:
+        objcomm.iprobe(1)
+    assert "rank 1 ended: it destroyed its process group" in str(caught.value)
+    assert "earlier error" not in str(caught.value)

@@ -87,18 +87,22 @@ def test_torchs_functions_come_back_with_the_last_patch_and_after_an_error() -> 
 
 
 @ranks(2)
-def test_what_calls_torch_by_its_module_calls_objcomm_and_nothing_else_does() -> None:
+def test_what_calls_torch_by_any_modules_name_calls_objcomm_and_nothing_else_does() -> None:
     assert not gathered_by(dist.all_gather_object)
+    assert not gathered_by(imported_before)
+    local = imported_before
     with patch():
         imported_meanwhile = dist.all_gather_object
         assert gathered_by(dist.all_gather_object)
         assert gathered_by(distributed_c10d.all_gather_object)
-        assert not gathered_by(imported_before)
+        assert gathered_by(imported_before)
+        assert not gathered_by(local)
         with patch():
             assert gathered_by(imported_meanwhile)
         assert gathered_by(imported_meanwhile)
     assert not gathered_by(dist.all_gather_object)
     assert not gathered_by(imported_meanwhile)
+    assert imported_before is local is ORIGINALS["all_gather_object"]
     with patch():
         assert gathered_by(imported_meanwhile)
         theirs = dist.all_gather_object

@@ -101,6 +101,18 @@ def test_what_only_looks_names_its_call_too() -> None:
 
 
 @ranks(2)
+def test_a_rank_within_the_group_is_proposed_only_where_the_number_is_one() -> None:
+    for src in (-1, 2):
+        with pytest.raises(UsageError, match=rf"^broadcast: src={src} .* global ranks are 0-1$"):
+            objcomm.broadcast(1, src=src)
+    with subgroup(1) as group:
+        if here().rank == 1:
+            with pytest.raises(UsageError, match=r"ranks are 1; give .* as group_src=$"):
+                objcomm.broadcast(1, src=0, group=group)
+    assert_group_works()
+
+
+@ranks(2)
 def test_a_rank_outside_is_told_in_which_call() -> None:
     with subgroup(1) as group:
         if here().rank == 0:
@@ -111,5 +123,6 @@ def test_a_rank_outside_is_told_in_which_call() -> None:
 
 @solo(environment={"WORLD_SIZE": "2", "RANK": "1"})
 def test_a_job_that_has_not_begun_is_told_in_which_call() -> None:
-    with pytest.raises(UsageError, match=r"^broadcast: WORLD_SIZE=2 promises other ranks"):
+    told = r"^broadcast: WORLD_SIZE=2 promises other ranks.*, and before objcomm.shutdown"
+    with pytest.raises(UsageError, match=told):
         objcomm.broadcast(1)

@@ -63,7 +63,7 @@ def examine(environ: Mapping[str, str]) -> tuple[Report, Placement | None]:
         problem = str(error).removeprefix("init: ")
     if place is not None and not place.host:
         problem = (
-            f"{place.launcher} has started {place.world_size} ranks, but MASTER_ADDR is not set; "
+            f"{place.named_by} names {place.world_size} ranks, but MASTER_ADDR is not set; "
             "set it to the host of rank 0, the same on every rank"
         )
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
