@@ -208,6 +208,7 @@ class _Pickler(pickle.Pickler):
     kept: list[Any] | None = None
     device_type: str | None = None
     _by_value: Any = None
+    _cells: set[int]  # of functions by value; pickle keeps what it has written alive
 
     def reducer_override(self, obj: Any) -> Any:
         """Called for every member that is not of a builtin container or scalar type."""
@@ -272,11 +273,33 @@ class _Pickler(pickle.Pickler):
             from objcomm._codecs import by_value  # noqa: PLC0415  # most streams never need it
 
             self._by_value = by_value.Pickler(self.sink)
+            self._cells = set()
+        if type(obj) is types.CellType:
+            return self._reduce_cell(obj)
         reduced = self._by_value.reducer_override(obj)
+        if type(obj) is types.FunctionType and obj.__closure__ and reduced is not NotImplemented:
+            return self._with_own_cells(obj, reduced)
         if reduced is NotImplemented:
             reducer = self._by_value.dispatch_table.get(type(obj))
             return NotImplemented if reducer is None else reducer(obj)
         return reduced
+
+    def _with_own_cells(self, function: types.FunctionType, reduced: Any) -> Any:
+        """Cloudpickle's way, which gives each function cells of its own, with those it shares.
+
+        They are empty until the function exists, because it may be in one of them.
+        """
+        make, (*arguments, _), (attributes, slots), *_, set_state = reduced
+        cells = function.__closure__ or ()
+        self._cells.update(map(id, cells))
+        slots["__closure__"] = None
+        state = set_state, (attributes, slots), tuple(map(_content, cells))
+        return make, (*arguments, cells), state, None, None, _set_function
+
+    def _reduce_cell(self, cell: types.CellType) -> Any:
+        if id(cell) in self._cells:  # the function fills it
+            return types.CellType, ()
+        return types.CellType, (), _content(cell), None, None, _fill
 
 
 def _pickler() -> _Pickler:
@@ -286,6 +309,26 @@ def _pickler() -> _Pickler:
     pickler = _Pickler(sink, 5, buffer_callback=sink.take)
     pickler.sink = sink
     return pickler
+
+
+def _content(cell: types.CellType) -> tuple[Any, ...]:
+    """What is in it; nothing where its variable has no value yet."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
+
+def _fill(cell: types.CellType, content: tuple[Any, ...]) -> None:
+    for value in content:
+        cell.cell_contents = value
+
+
+def _set_function(function: types.FunctionType, state: tuple[Any, ...]) -> None:
+    set_state, state, contents = state
+    for cell, content in zip(function.__closure__ or (), contents, strict=True):
+        _fill(cell, content)
+    set_state(function, state)
 
 
 def _is_importable(obj: Any) -> bool:

@@ -5,6 +5,7 @@ import io
 import logging
 import traceback
 import types
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import cloudpickle
@@ -118,3 +119,70 @@ def test_a_bytearray_cannot_be_resized_while_it_is_encoded() -> None:
     with pytest.raises(objcomm.EncodeError, match="BufferError"):
         objcomm.to_tensor([content, Clears()])
     content.clear()  # nothing holds it any longer
+
+
+def counter(start: int) -> tuple[Callable[[], None], Callable[[], int], list[types.CellType]]:
+    count = start
+
+    def increment() -> None:
+        nonlocal count
+        count += 1
+
+    def get() -> int:
+        return count
+
+    return increment, get, list(get.__closure__ or ())
+
+
+def carried(obj: Any) -> Any:
+    return objcomm.from_tensor(objcomm.to_tensor(obj))
+
+
+def test_functions_that_share_a_variable_still_share_it_when_they_arrive() -> None:
+    (increment, get, (cell,)), (_, other, _) = carried([counter(0), counter(5)])
+    increment()
+    increment()
+    assert (get(), cell.cell_contents, other()) == (2, 2, 5)
+    (cell,), increment = carried([counter(0)[2], counter(0)[0]])  # the cell before its function
+    increment()
+    assert cell.cell_contents == 0
+    increment, _, cells = counter(0)
+    (cell,), increment = carried([cells, increment])
+    increment()
+    assert cell.cell_contents == 1
+
+
+def test_functions_that_know_each_other_know_each_other_when_they_arrive() -> None:
+    def is_even(number: int) -> bool:
+        return number == 0 or is_odd(number - 1)
+
+    def is_odd(number: int) -> bool:
+        return number != 0 and is_even(number - 1)
+
+    even, odd = carried([is_even, is_odd])
+    assert even(10)
+    assert not odd(10)
+    assert even.__closure__[0].cell_contents is odd
+    (cell,) = carried(is_even.__closure__)
+    assert cell.cell_contents.__closure__[0].cell_contents.__closure__[0] is cell
+
+
+def test_a_variable_without_a_value_arrives_without_one() -> None:
+    def get() -> int:
+        return later
+
+    got, cell = carried([get, get.__closure__[0]])  # type: ignore[index]  # it has one
+    later = 3
+    with pytest.raises(ValueError, match="empty"):
+        cell.cell_contents  # noqa: B018  # reading it is the test
+    cell.cell_contents = later
+    assert got() == 3
+
+
+def test_a_class_whose_methods_use_super_is_the_class_that_they_find() -> None:
+    class Own:
+        def cls(self) -> Any:
+            return __class__  # type: ignore[name-defined]  # a cell of the compiler's
+
+    got = carried(Own)
+    assert got().cls() is got
