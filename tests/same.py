@@ -35,8 +35,7 @@ class _Comparison:
 
     def compare(self, got: Any, want: Any, path: str) -> None:
         if isinstance(want, type):
-            # A class that travels by value keeps its name; cloudpickle drops what it stood in.
-            assert (got.__module__, got.__name__) == (want.__module__, want.__name__), path
+            assert (got.__module__, got.__qualname__) == (want.__module__, want.__qualname__), path
             is_importable = "<locals>" not in want.__qualname__ and want.__module__ in sys.modules
             assert not is_importable or got is want, f"{path}: another class of the same name"
             return

@@ -23,6 +23,10 @@ class Labelled(torch.Tensor):
     label: object
 
 
+class Weight(torch.nn.Parameter):
+    """A parameter of a user's own."""
+
+
 def _every_byte(dtype: torch.dtype) -> torch.Tensor:
     """All bit patterns of fp8, its nan among them, and many of the wider types."""
     return torch.arange(256, dtype=torch.uint8).view(dtype)
@@ -59,13 +63,19 @@ plain(
 plain("dtype, device and size", lambda: [torch.bfloat16, torch.device("cpu"), torch.Size([2, 3])])
 plain("meta tensor", lambda: torch.empty(1 << 40, device="meta"))
 
-pickled("tensor with attributes", lambda: _with_attribute(torch.ones(2)))
+plain("tensor with attributes", lambda: _with_attribute(torch.ones(2)))
+plain("parameter with attributes", lambda: _with_attribute(torch.nn.Parameter(torch.ones(2))))
+plain("buffer", lambda: torch.nn.Buffer(torch.ones(2), persistent=False))
+plain("sparse tensor with attributes", lambda: _with_attribute(torch.eye(3).to_sparse()))
+plain("meta tensor with attributes", lambda: _with_attribute(torch.empty(2, device="meta")))
 plain("sparse tensor", lambda: torch.eye(3).to_sparse())
 plain("uncoalesced sparse tensor", lambda: _sparse([[0, 0]], [1.0, 2.0], 2))
 plain("sparse tensor with dense dimensions", lambda: _sparse([[1]], [[1.0, 2.0]], 4, 2))
 plain("sparse tensor of 0 elements", lambda: _sparse([[], []], [], 3, 4))
 pickled("compressed sparse tensor", lambda: _quietly(torch.eye(3).to_sparse_csr))
 pickled("tensor of a subclass", lambda: torch.ones(3).as_subclass(Labelled))
+pickled("parameter of a subclass", lambda: Weight(torch.ones(3), requires_grad=False))
+pickled("parameter of a subclass with attributes", lambda: _with_attribute(Weight(torch.ones(3))))
 pickled("linear layer", lambda: _seeded(torch.nn.Linear, 2, 3))
 pickled("batch norm with integer buffer", lambda: torch.nn.BatchNorm1d(3))
 pickled("state dict", lambda: _seeded(torch.nn.Linear, 2, 3).state_dict())
@@ -84,7 +94,7 @@ def _quietly(make: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def _with_attribute(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.label = "kept"  # type: ignore[attr-defined]
+    tensor.label = {"kept": [1, (2,)]}  # type: ignore[attr-defined]
     return tensor
 
 

@@ -16,7 +16,14 @@ from objcomm._codecs import array_dtypes, tensors
 from objcomm._codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded, blame
 from objcomm._codecs.buffers import Buffer, BufferKind, view
 from objcomm._codecs.nesting import Budget, Spread, check_nesting, weight_of
-from objcomm._codecs.types import BUILTIN_ERRORS, CONSTRUCTORS, LOWER, classes, raise_exception
+from objcomm._codecs.types import (
+    BUILTIN_ERRORS,
+    CONSTRUCTORS,
+    LOWER,
+    classes,
+    raise_exception,
+    set_attributes,
+)
 from objcomm._config import decoding_settings, settings
 from objcomm.errors import DecodeError, EncodeError, ForbiddenTypeError, name_of, shown, text_of
 
@@ -137,9 +144,10 @@ class _Encoder:
             about, flat = tensors.describe(obj, self._device_type)
             kind = BufferKind.TENSOR if flat.device.type == "cpu" else BufferKind.DEVICE
             position = self._buffer(Buffer(kind, flat, flat), obj)
-            return _extended("tensor", position, *map(_listed, about))
+            return self._with_attributes(obj, _extended("tensor", position, *map(_listed, about)))
         if tensors.is_coo_tensor(obj):
-            return _extended("sparse", *map(self._lower, tensors.describe_coo(obj)))
+            parts = map(self._lower, tensors.describe_coo(obj))
+            return self._with_attributes(obj, _extended("sparse", *parts))
         if isinstance(obj, torch.Tensor):
             raise _RefusedError(
                 "a tensor of this class or layout is no plain data; send its parts, or use "
@@ -155,6 +163,14 @@ class _Encoder:
         if type(obj).__module__ == "numpy.dtypes":
             return _extended("dtype", array_dtypes.array_dtype_name(obj))
         return self._lower_object(obj)
+
+    def _with_attributes(self, tensor: torch.Tensor, lowered: Any) -> Any:
+        attributes = vars(tensor)
+        if not attributes:
+            return lowered
+        if own := [name for name in attributes if hasattr(torch.Tensor, name)]:
+            raise _RefusedError(f"its {own[0]!r} is set, which every tensor has; delete it")
+        return _extended("attributes", lowered, self._lower(attributes))
 
     def _lower_object(self, obj: Any) -> Any:
         name = type(obj).__name__
@@ -314,6 +330,7 @@ _RAISE: dict[str, Callable[..., Any]] = {
     "tuple": lambda _, *members: members,
     "buffer": _Decoder._raise_buffer,  # noqa: SLF001  # part of that class
     "tensor": _Decoder._raise_tensor,  # noqa: SLF001  # likewise
+    "attributes": lambda _, tensor, attributes: set_attributes(tensor, attributes),
     "sparse": _Decoder._raise_sparse,  # noqa: SLF001  # likewise
     "ndarray": _Decoder._raise_array,  # noqa: SLF001  # likewise
     "dict": _Decoder._raise_dict,  # noqa: SLF001  # likewise

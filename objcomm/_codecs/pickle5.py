@@ -10,6 +10,7 @@ Decoding runs code that the sender chose, unless ``allow=`` says what it may nam
 
 import abc
 import dataclasses
+import enum
 import importlib
 import pickle
 import struct
@@ -230,9 +231,7 @@ class _Pickler(pickle.Pickler):
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensors.is_plain_tensor(tensor):
             about, memory = self._described(tensor)
-            rebuilt = _rebuild_tensor, (tuple(about), memory)
-            attributes = vars(tensor)
-            return (*rebuilt, attributes, None, None, _set_attributes) if attributes else rebuilt
+            return _with_attributes(tensor, _rebuild_tensor, (tuple(about), memory))
         if tensors.is_plain_subclass(tensor):
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's own does
                 plain = tensor.as_subclass(torch.Tensor)
@@ -240,7 +239,7 @@ class _Pickler(pickle.Pickler):
                 state = torch._utils._get_obj_state(tensor)  # noqa: SLF001  # what torch's own writes
             return _rebuild_subclass, (type(tensor), tuple(about), memory, state)
         if tensors.is_coo_tensor(tensor):
-            return tensors.rebuild_coo, tensors.describe_coo(tensor)
+            return _with_attributes(tensor, tensors.rebuild_coo, tensors.describe_coo(tensor))
         if hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local"):
             raise TypeError(
                 "a DTensor is one shard of a distributed tensor; send its to_local() or "
@@ -274,15 +273,20 @@ class _Pickler(pickle.Pickler):
 
             self._by_value = by_value.Pickler(self.sink)
             self._cells = set()
-        if type(obj) is types.CellType:
+        kind = type(obj)
+        if kind is types.CellType:
             return self._reduce_cell(obj)
         reduced = self._by_value.reducer_override(obj)
-        if type(obj) is types.FunctionType and obj.__closure__ and reduced is not NotImplemented:
-            return self._with_own_cells(obj, reduced)
+        reducer = self._by_value.dispatch_table.get(kind)
+        if reduced is NotImplemented and reducer is not None:
+            reduced = reducer(obj)
         if reduced is NotImplemented:
-            reducer = self._by_value.dispatch_table.get(type(obj))
-            return NotImplemented if reducer is None else reducer(obj)
-        return reduced
+            return reduced
+        if kind is types.FunctionType and obj.__closure__:
+            return self._with_own_cells(obj, reduced)
+        if kind is typing.TypeVar:
+            return _with_module(obj, reduced)
+        return _with_qualname(obj, reduced) if issubclass(kind, type) else reduced
 
     def _with_own_cells(self, function: types.FunctionType, reduced: Any) -> Any:
         """Cloudpickle's way, which gives each function cells of its own, with those it shares.
@@ -331,6 +335,29 @@ def _set_function(function: types.FunctionType, state: tuple[Any, ...]) -> None:
     set_state(function, state)
 
 
+def _with_qualname(cls: type, reduced: Any) -> Any:
+    """Cloudpickle's way, which keeps the qualified name of enums only.
+
+    Of other classes it keeps what is in their namespace when they are made.
+    """
+    make, arguments, *state = reduced
+    if not state or issubclass(cls, enum.Enum):  # of the interpreter's own it writes the name
+        return reduced
+    kind, name, bases, namespace, *rest = arguments
+    return make, (kind, name, bases, {**namespace, "__qualname__": cls.__qualname__}, *rest), *state
+
+
+def _with_module(variable: Any, reduced: Any) -> Any:
+    """Cloudpickle's way, after which a type variable is of the module that made it: cloudpickle."""
+    if reduced[0] is getattr:  # by its name, for it is in a module
+        return reduced
+    return *reduced, variable.__module__, None, None, _set_module
+
+
+def _set_module(variable: Any, module: str) -> None:
+    variable.__module__ = module
+
+
 def _is_importable(obj: Any) -> bool:
     """Whether a receiver that imports the same modules finds the very same object by its name."""
     if obj in _SINGLETON_TYPES:
@@ -376,6 +403,11 @@ def _rebuild_subclass(
         made = tensors.rebuild(dense._replace(requires_grad=False), flat).as_subclass(kind)
         made.requires_grad_(dense.requires_grad)  # not sooner: it is a leaf, and no result of one
     return torch._tensor._rebuild_from_type_v2(_same, kind, (made,), state)  # noqa: SLF001  # sets it
+
+
+def _with_attributes(tensor: torch.Tensor, *rebuilt: Any) -> Any:
+    attributes = vars(tensor)
+    return (*rebuilt, attributes, None, None, _set_attributes) if attributes else rebuilt
 
 
 def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:

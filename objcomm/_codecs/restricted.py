@@ -21,8 +21,8 @@ import torch
 
 from objcomm._codecs import array_dtypes, tensors
 from objcomm._codecs.nesting import Budget, Spread, length_of, weight_of
-from objcomm._codecs.types import CONSTRUCTORS, check_attributes, member_of
-from objcomm.errors import DecodeError, ForbiddenTypeError, name_of, shown
+from objcomm._codecs.types import CONSTRUCTORS, check_attributes, member_of, set_attributes
+from objcomm.errors import DecodeError, ForbiddenTypeError, name_of
 
 _NAME = "pickle"
 
@@ -434,16 +434,6 @@ def _scalar(dtype: Any, raw: Any) -> Any:
     return tensors.rebuild_scalar(dtype, raw)
 
 
-def _set_attributes(tensor: Any, attributes: Any) -> None:
-    if not isinstance(tensor, torch.Tensor) or type(attributes) is not dict:
-        raise DecodeError(_NAME, "attributes are set on what is no tensor")
-    for name in attributes:
-        if type(name) is not str or hasattr(torch.Tensor, name):
-            raise ForbiddenTypeError(_NAME, f"a tensor's own {shown(name)} is set")
-    check_attributes(attributes)
-    vars(tensor).update(attributes)
-
-
 def _sizes(sizes: Any) -> Any:
     if type(sizes) is not tuple:  # a range would be walked to its end
         raise DecodeError(_NAME, "a torch.Size is not made of a tuple")
@@ -473,7 +463,7 @@ _TOOLS: dict[str, Any] = {
     "objcomm._codecs.tensors.rebuild_coo": tensors.rebuild_coo,
     "objcomm._codecs.pickle5._rebuild_tensor": _tensor,
     "objcomm._codecs.pickle5._same": _same,
-    "objcomm._codecs.pickle5._set_attributes": _set_attributes,
+    "objcomm._codecs.pickle5._set_attributes": set_attributes,
     "numpy._core.multiarray.scalar": _scalar,
     "numpy.core.multiarray.scalar": _scalar,
 }

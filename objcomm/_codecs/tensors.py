@@ -118,6 +118,7 @@ _DEVICE_TYPE = re.compile("[a-z][a-z0-9_]{0,31}")
 
 
 _OWN_CLASSES = (torch.Tensor, torch.nn.Parameter)
+_OWN_REDUCTIONS = tuple(kind.__reduce_ex__ for kind in _OWN_CLASSES)
 
 
 class Dense(NamedTuple):
@@ -151,7 +152,7 @@ def is_plain_subclass(tensor: torch.Tensor) -> bool:
     is_plain = (
         kind not in _OWN_CLASSES
         and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-        and kind.__reduce_ex__ is torch.Tensor.__reduce_ex__
+        and kind.__reduce_ex__ in _OWN_REDUCTIONS
     )
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's own functions do
         return is_plain and _is_strided(tensor)

@@ -254,6 +254,23 @@ def check_attributes(names: Iterable[str]) -> None:
         raise ForbiddenTypeError(_NAME, f"the attribute {min(found)!r} is set")
 
 
+def set_attributes(tensor: Any, attributes: Any) -> torch.Tensor:
+    """Give a received tensor the attributes that its sender's program gave it.
+
+    Raises:
+        DecodeError: it is no tensor, or they are no mapping.
+        ForbiddenTypeError: one of them would hide what is a tensor's own.
+    """
+    if not isinstance(tensor, torch.Tensor) or type(attributes) is not dict:
+        raise DecodeError(_NAME, "attributes are set on what is no tensor")
+    for name in attributes:
+        if type(name) is not str or hasattr(torch.Tensor, name):
+            raise ForbiddenTypeError(_NAME, f"a tensor's own {shown(name)} is set")
+    check_attributes(attributes)
+    vars(tensor).update(attributes)
+    return tensor
+
+
 def member_of(cls: enum.EnumMeta, value: Any) -> Any:
     """The member that has a value; a class of flags keeps none that it did not know.
 

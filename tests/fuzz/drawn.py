@@ -191,6 +191,12 @@ def _sparse(chance: _Draw, _: int) -> list[Any]:
     return [*parts, Made("tuple", *_shape(chance)), chance.random() < 0.5, False]
 
 
+def _attributes(chance: _Draw, depth: int) -> list[Any]:
+    owner = Made("tensor", *_tensor(chance)) if chance.random() < 0.8 else value(chance, depth + 1)
+    names = ("label", "label", "data", "__array_interface__")
+    return [owner, {chance.choice(names): value(chance, depth + 1)}]
+
+
 def _array_dtype(chance: _Draw, depth: int = 0) -> Any:
     draw = chance.random()
     if draw < 0.15 and depth < 40:
@@ -282,6 +288,7 @@ PARTS: Final[dict[str, Callable[[_Draw, int], list[Any]]]] = {
     "exception": _exception,
     "buffer": lambda chance, _: [chance.choice((0, 1, 2, 3, 4, 5, -1))],
     "tensor": _tensor,
+    "attributes": _attributes,
     "sparse": _sparse,
     "ndarray": _array,
     "scalar": _numpy_scalar,

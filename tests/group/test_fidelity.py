@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -147,3 +147,17 @@ def test_a_class_goes_by_the_name_of_a_module_that_was_not_imported_yet() -> Non
     chunk = importlib.import_module("parts").Chunk
     assert "facade" not in sys.modules
     assert [type(each) for each in objcomm.all_gather(chunk())] == [chunk] * 2
+
+
+@ranks(2)
+def test_what_arrives_by_value_knows_its_module_and_its_whole_name() -> None:
+    item = TypeVar("item")
+
+    class Box(Generic[item]):
+        class Lid:
+            pass
+
+    box, lid, variable = objcomm.broadcast((Box, Box.Lid, item) if objcomm.rank() == 0 else None)
+    prefix = "test_what_arrives_by_value_knows_its_module_and_its_whole_name.<locals>.Box"
+    assert (box.__qualname__, lid.__qualname__) == (prefix, f"{prefix}.Lid")
+    assert {each.__module__ for each in (box, lid, variable)} == {__name__}

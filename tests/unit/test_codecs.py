@@ -260,6 +260,18 @@ def test_what_plain_data_would_change_is_refused(culprit: Any) -> None:
         objcomm.to_tensor([culprit], codec="msgpack")
 
 
+def test_an_attribute_of_a_tensor_that_is_no_plain_data_is_refused_with_its_path() -> None:
+    weight: Any = torch.nn.Parameter(torch.ones(2))
+    weight.loader = threading.Lock()
+    with pytest.raises(EncodeError) as caught:
+        objcomm.to_tensor({"w": weight}, codec="msgpack")
+    assert (caught.value.path, caught.value.type_name) == ("obj['w'].loader", "lock")
+    vars(weight).clear()
+    vars(weight)["grad_fn"] = 1  # each tensor has one of its own
+    with pytest.raises(EncodeError, match="'grad_fn' is set"):
+        objcomm.to_tensor([weight], codec="msgpack")
+
+
 def test_what_is_decoded_is_writable_and_aligned(codec: str) -> None:
     for size in (1, 1000, 100_000):
         sent = objcomm.to_tensor([torch.ones(size), np.ones(size), bytearray(size)], codec=codec)
