@@ -39,8 +39,12 @@ else:
         try:
             return names[name]
         except KeyError:
+            from objcomm._config import NAMES_ELSEWHERE  # noqa: PLC0415  # not sooner
+
             topics = [each for each in names.values() if hasattr(each, "__all__")]
             at = [f"; it is {each.__name__}.{name}" for each in topics if name in each.__all__]
+            if name in NAMES_ELSEWHERE:
+                at.append(f"; it is called objcomm.{NAMES_ELSEWHERE[name]} here")
             said = f"module 'objcomm' has no attribute {name!r}{''.join(at)}"
             raise AttributeError(said) from None
 

@@ -14,6 +14,7 @@ import pytest
 
 import objcomm
 from objcomm._collectives.reduction.operators import _NAMED, NamedOperator
+from objcomm._config import NAMES_ELSEWHERE, OPERATORS_ELSEWHERE
 from tests.group.operations import OPERATIONS
 from tests.public_names import FUNCTIONS, PUBLIC, TOPICS
 
@@ -67,6 +68,23 @@ def test_a_name_that_is_not_there_is_said_to_be_missing() -> None:
 def test_a_name_that_stands_in_a_topic_is_told_so() -> None:
     with pytest.raises(AttributeError, match=r"it is objcomm\.metrics\.all_gather_scalar$"):
         getattr(objcomm, "all_gather_scalar")  # noqa: B009  # a name that type checkers know is not there
+
+
+@pytest.mark.parametrize(("elsewhere", "here"), NAMES_ELSEWHERE.items())
+def test_a_name_of_another_library_is_answered_with_the_one_here(elsewhere: str, here: str) -> None:
+    assert here in PUBLIC
+    with pytest.raises(AttributeError, match=rf"it is called objcomm\.{re.escape(here)} here$"):
+        getattr(objcomm, elsewhere)
+
+
+@pytest.mark.parametrize(("elsewhere", "here"), OPERATORS_ELSEWHERE.items())
+def test_an_operator_of_another_library_is_answered_with_the_one_here(
+    elsewhere: str, here: str
+) -> None:
+    assert here in _NAMED
+    for given in (elsewhere, elsewhere.upper()):
+        with pytest.raises(objcomm.UsageError, match=f"; it is called '{here}' here$"):
+            objcomm.all_reduce(1, given)  # type: ignore[call-overload]  # wrong on purpose
 
 
 @pytest.mark.parametrize("name", PUBLIC)

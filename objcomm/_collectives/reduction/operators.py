@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
+from objcomm._config import OPERATORS_ELSEWHERE
 from objcomm.errors import UsageError
 
 T = TypeVar("T")
@@ -164,9 +165,11 @@ def operator_for(
     found = _operator_of(op)
     said_by = f"{operation}: " if operation else ""
     if found is None:
+        known = OPERATORS_ELSEWHERE.get(op.lower()) if isinstance(op, str) else None
+        hint = f"; it is called {known!r} here" if known else ""
         raise UsageError(
             f"{said_by}op={op!r} must be a callable of two objects, an objcomm.Op or one of "
-            f"{', '.join(sorted(_NAMED))}"
+            f"{', '.join(sorted(_NAMED))}{hint}"
         )
     if missing not in ("error", "skip"):  # no set: a list has no hash
         raise UsageError(f"{said_by}missing={missing!r} must be 'error' or 'skip'")
