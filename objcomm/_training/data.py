@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch.utils.data import DataLoader, Sampler
@@ -10,6 +10,8 @@ from torch.utils.data import DataLoader, Sampler
 from objcomm._calls.group import resolve
 from objcomm._config import GroupLike, whole_number
 from objcomm.errors import UsageError
+
+L = TypeVar("L")
 
 
 class Shard(Sampler[int]):
@@ -74,6 +76,33 @@ class Shard(Sampler[int]):
         return iter(order[self._rank :: self._size])
 
 
+if TYPE_CHECKING:
+
+    class _Sharded(DataLoader[Any]):
+        """What ``loader`` returns, of which torch's types know the sampler only as an iterable."""
+
+        sampler: Shard
+
+
+@overload
+def loader(
+    dataset: Any,
+    *args: Any,
+    shuffle: bool = False,
+    klass: Callable[..., L],
+    group: GroupLike = None,
+    seed: int = 0,
+    **kwargs: Any,
+) -> L: ...
+@overload
+def loader(
+    dataset: Any,
+    *args: Any,
+    shuffle: bool = False,
+    group: GroupLike = None,
+    seed: int = 0,
+    **kwargs: Any,
+) -> "_Sharded": ...
 def loader(
     dataset: Any,
     *args: Any,

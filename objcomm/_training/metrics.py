@@ -358,6 +358,39 @@ def reduce_and_broadcast(
     async_op: Literal[True],
     **options: Unpack[_Coding],
 ) -> Work[B]: ...
+# mypy infers no A from an overloaded fn2 such as the builtin sum; these two kinds it tries.
+@overload
+def reduce_and_broadcast(
+    fn1: Callable[[], int],
+    fn2: Callable[[list[int]], B],
+    *,
+    async_op: Literal[False] = False,
+    **options: Unpack[_Coding],
+) -> B: ...
+@overload
+def reduce_and_broadcast(
+    fn1: Callable[[], int],
+    fn2: Callable[[list[int]], B],
+    *,
+    async_op: Literal[True],
+    **options: Unpack[_Coding],
+) -> Work[B]: ...
+@overload
+def reduce_and_broadcast(
+    fn1: Callable[[], float],
+    fn2: Callable[[list[float]], B],
+    *,
+    async_op: Literal[False] = False,
+    **options: Unpack[_Coding],
+) -> B: ...
+@overload
+def reduce_and_broadcast(
+    fn1: Callable[[], float],
+    fn2: Callable[[list[float]], B],
+    *,
+    async_op: Literal[True],
+    **options: Unpack[_Coding],
+) -> Work[B]: ...
 @overload
 def reduce_and_broadcast(
     fn1: Callable[[], A],

@@ -9,6 +9,7 @@ from typing import Any, assert_type
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
 
 import objcomm
 from objcomm._bootstrap import init
@@ -27,6 +28,10 @@ class Config:
     def merge(self, other: "Config") -> "Config":
         """An operation for reduce."""
         return Config(self.lr + other.lr)
+
+
+class OwnLoader(DataLoader[int]):
+    """A user's own kind of loader."""
 
 
 def collectives(config: Config, configs: list[Config]) -> None:
@@ -274,6 +279,17 @@ def helpers(config: Config) -> None:
 
     assert_type(objcomm.reduce_and_broadcast(lambda: config, total), float)
 
+    def count_lines() -> int:
+        return 3
+
+    def ratio() -> float:
+        return 0.5
+
+    lines: int = objcomm.reduce_and_broadcast(count_lines, sum)
+    share: float = objcomm.reduce_and_broadcast(ratio, sum)
+    later: objcomm.Work[int] = objcomm.reduce_and_broadcast(count_lines, sum, async_op=True)
+    assert lines == later.wait() == share
+
 
 def control(config: Config, group: dist.ProcessGroup) -> None:
     """Results have the function's type, and decorators keep its parameters."""
@@ -410,7 +426,10 @@ def models(model: torch.nn.Module) -> None:
         assert_type(nothing, None)
     assert_type(objcomm.models.wrap(model, find_unused_parameters=True), torch.nn.Module)
     assert_type(list(objcomm.Shard(3)), list[int])
-    assert_type(objcomm.loader([1, 2], batch_size=2, shuffle=True), Any)
+    usual: DataLoader[Any] = objcomm.loader([1, 2], batch_size=2, shuffle=True)
+    objcomm.loader([1, 2], shuffle=True).sampler.set_epoch(1)
+    assert len(usual) == 1
+    assert_type(objcomm.loader([1, 2], klass=OwnLoader), OwnLoader)
 
 
 def failures(error: objcomm.CollectiveError) -> None:
