@@ -1,4 +1,4 @@
-"""``python -m objcomm``: look at ranks before a job, and at their records after it.
+"""``objcomm`` and ``python -m objcomm``: look at ranks before a job, and at their records after it.
 
 Knows the command lines alone, so that ``--help`` waits for no torch.
 """
@@ -14,7 +14,10 @@ import objcomm
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and carry it out; return the exit status."""
-    arguments = _parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    if given[:1] == ["run"]:  # what follows is the program's, options included
+        importlib.import_module("objcomm.run").main(given[1:])
+    arguments = _parser().parse_args(given)
     command = importlib.import_module(f"objcomm.{arguments.room}.command")
     status: int = command.run(arguments, arguments.refuse)
     return status
@@ -23,10 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m objcomm",
-        description="Looks at ranks before a job, and at what they have written after it.",
+        description="Looks at ranks before a job, and at what they have written after it; or runs "
+        "a program with torch's object collectives replaced.",
+        epilog="python -m objcomm.demo trains and evaluates on a few ranks, to try objcomm.",
     )
     parser.add_argument("--version", action="version", version=f"objcomm {objcomm.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser(
+        "run", help="run a program with torch's object collectives replaced by objcomm's"
+    )  # for the list of commands; ``main`` never parses it
     inspecting = commands.add_parser(
         "inspect",
         help="lay the ranks' dumps side by side and say where they part",

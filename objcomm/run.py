@@ -16,6 +16,8 @@ from typing import NoReturn
 _STARTUP = Path(__file__).with_name("compat") / "startup"
 _NAME = "objcomm.run"
 
+_LAUNCHERS = {"accelerate", "deepspeed", "mpiexec", "mpirun", "srun", "torchrun"}
+
 _EPILOG = """\
 Everything else is the program's as it would be without: its arguments, __main__, exit status,
 tracebacks, and the processes that it starts. Each rank is started this way:
@@ -27,10 +29,18 @@ tracebacks, and the processes that it starts. Each rank is started this way:
 """
 
 
-def main() -> NoReturn:
-    """Run the program that this process's command line names, in this process's place."""
-    program, has_report = _parsed(sys.argv[1:])
-    options = _interpreter_options(sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv[1:])])
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the program that this process's command line names, in this process's place.
+
+    Args:
+        argv: what stands behind ``objcomm run``; None for ``python -m objcomm.run``.
+    """
+    program, has_report = _parsed(sys.argv[1:] if argv is None else argv)
+    before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv[1:])]
+    if argv is not None and sys.modules["__main__"].__spec__ is None:
+        options = before[:-1]  # before the path of the console command
+    else:
+        options = _interpreter_options(before, _NAME if argv is None else "objcomm")
     paths = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(_STARTUP), *paths])
     os.environ["OBJCOMM_RUN"] = f"{os.getpid()} {int(has_report)} {sys.prefix}"
@@ -66,6 +76,11 @@ def _parsed(argv: Sequence[str]) -> tuple[Sequence[str], bool]:
         parser.error("name a script, or a module after -m")
     if program[0].startswith("-") and not program[0].startswith("-m"):
         parser.error(f"{program[0]} is no option; name a script, or a module after -m")
+    if program[0] in _LAUNCHERS and not Path(program[0]).exists():
+        parser.error(
+            f"{program[0]} starts the ranks, so it comes first, and runs this on each: "
+            f"see the examples of python -m {_NAME} --help"
+        )
     if sys.flags.ignore_environment or sys.flags.no_site:
         parser.error(
             "Python's options -E, -I and -S keep it from reading PYTHONPATH or sitecustomize, by "
@@ -74,12 +89,12 @@ def _parsed(argv: Sequence[str]) -> tuple[Sequence[str], bool]:
     return program, arguments.report
 
 
-def _interpreter_options(before: Sequence[str]) -> list[str]:
-    """Python's own options, of what stands before the arguments of ``-m objcomm.run``."""
+def _interpreter_options(before: Sequence[str], name: str = _NAME) -> list[str]:
+    """Python's own options, of what stands before the arguments of ``-m`` and this name."""
     *options, last = before
-    if last == _NAME:
+    if last == name:
         last = options.pop()  # "-m", or several letters of which that is the last
-    letters = last.removesuffix(_NAME).removesuffix("m")
+    letters = last.removesuffix(name).removesuffix("m")
     return options if letters == "-" else [*options, letters]
 
 

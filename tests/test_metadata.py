@@ -10,6 +10,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import objcomm
+from objcomm.__main__ import main as objcomm_main
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -28,6 +29,10 @@ RUN = re.findall(r"^\| (3\.\d+) \| (2\.\d+\.\d+) \| (.+) \|$", QUESTIONS, re.MUL
 
 def minor(version: str) -> Version:
     return Version(".".join(version.split(".")[:2]))
+
+
+def test_the_console_command_is_the_one_of_the_package() -> None:
+    assert PROJECT["scripts"] == {"objcomm": f"objcomm.__main__:{objcomm_main.__name__}"}
 
 
 def test_the_classifiers_are_the_pythons_that_were_run() -> None:

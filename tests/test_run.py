@@ -78,6 +78,19 @@ def test_pythons_own_options_are_handed_on(before: list[str], options: list[str]
     assert _interpreter_options(before) == options
 
 
+@pytest.mark.parametrize("form", ["module", "console command"])
+def test_run_is_a_command_of_the_package_too(form: str, tmp_path: Path) -> None:
+    program, console = tmp_path / "train.py", tmp_path / "objcomm"
+    program.write_text(_SURROUNDINGS)
+    console.write_text("from objcomm.__main__ import main\nmain()\n")  # as pip writes it
+    words = ("-m", "objcomm") if form == "module" else (str(console),)
+    run = python("-O", *words, "run", str(program), "--report", "-h")
+    assert run.status == 0
+    found = json.loads(run.out)
+    assert found["argv"] == [str(program), "--report", "-h"]
+    assert "optimize=1" in found["options"][0]
+
+
 _ENDINGS = """
 import os, signal, sys
 from torch.distributed import all_gather_object, destroy_process_group, init_process_group
@@ -314,6 +327,7 @@ def test_a_python_of_another_environment_is_let_be(prefix: str, count: int) -> N
         ((*RUN, "-m"), "name a script, or a module after -m"),
         ((*RUN, "-c", "print()"), "-c is no option; name a script, or a module after -m"),
         ((*RUN, "--rep", "train.py"), "unrecognized arguments: --rep"),
+        ((*RUN, "torchrun", "train.py"), "torchrun starts the ranks, so it comes first"),
         (("-E", *RUN, "train.py"), "Python's options -E, -I and -S keep it from"),
     ],
 )

@@ -23,9 +23,10 @@ def main() -> None:
     told = objcomm.launch(greet, 2, {"lr": 0.1})
     if told != [(0, {"lr": 0.1}), (1, {"lr": 0.1})]:
         raise AssertionError(f"two ranks got {told}")
-    commands = printed("-m", "objcomm", "--help")
-    if "inspect" not in commands:
-        raise AssertionError(f"python -m objcomm --help printed {commands}")
+    for command in (["-m", "objcomm"], [str(Path(sys.executable).with_name("objcomm"))]):
+        commands = printed(*command, "--help")
+        if "inspect" not in commands:
+            raise AssertionError(f"{command} --help printed {commands}")
     # Nothing that the demo needs came with torch.
     refused = printed("-m", "objcomm.demo", "--nproc", "1", fails=True)
     if "pip install numpy scikit-learn matplotlib tqdm" not in refused:
