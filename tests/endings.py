@@ -1,8 +1,8 @@
 """Runs many small programs of several ranks to their very end, and tells their exit statuses.
 
-``python -m tests.endings`` reads them from its standard input. It has imported torch before, and
-each rank is a fork of it that goes on as a program does: its last line is followed by the
-interpreter's own end, exit handlers included.
+``python -m tests.endings`` reads them from its standard input, some with each line. It has imported
+torch before, and each rank is a fork of it that goes on as a program does: its last line is followed
+by the interpreter's own end, exit handlers included.
 """
 
 import faulthandler
@@ -17,7 +17,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import CodeType
+from typing import Any, Self
 
 from tests.hosts import free_port
 
@@ -44,11 +45,13 @@ class Program:
         ranks: what follows ``BEGIN``, for each rank.
         environment: variables to set.
         begin: in the place of ``BEGIN``.
+        file: the file that its lines are in, as tracebacks name it.
     """
 
     ranks: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     begin: str = BEGIN
+    file: str = "program.py"
 
 
 @dataclass(frozen=True)
@@ -66,19 +69,39 @@ class Ending:
     said: str
 
 
-def run_to_the_end(programs: Sequence[Program]) -> list[list[Ending]]:
-    """How each rank of each program has ended."""
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(  # our own interpreter, our own module
-            [sys.executable, "-m", "tests.endings", folder],
-            input=json.dumps([asdict(each) for each in programs]),
-            capture_output=True,
+class Endings:
+    """A process that has imported torch, and runs programs while the block lasts."""
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory()
+        self._process = subprocess.Popen(  # our own interpreter, our own module
+            [sys.executable, "-m", "tests.endings", self._folder.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             text=True,
             cwd=Path(__file__).parents[1],
-            check=False,
         )
-    assert done.returncode == 0, done.stderr
-    return [[Ending(**each) for each in ranks] for ranks in json.loads(done.stdout)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+        self._folder.cleanup()
+
+    def run(self, programs: Sequence[Program]) -> list[list[Ending]]:
+        """How each rank of each program has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([asdict(each) for each in programs]) + "\n")
+        self._process.stdin.flush()
+        told = self._process.stdout.readline()
+        assert told, "the process has failed; what it wrote is in the captured stderr"
+        return [[Ending(**each) for each in ranks] for ranks in json.loads(told)]
+
+
+def run_to_the_end(programs: Sequence[Program]) -> list[list[Ending]]:
+    """How each rank of each program has ended."""
+    with Endings() as endings:
+        return endings.run(programs)
 
 
 class _Run:
@@ -92,13 +115,13 @@ class _Run:
         self.endings: dict[int, tuple[int, float]] = {}
         self.until = 0.0
 
-    def begin(self) -> str | None:
+    def begin(self) -> CodeType | None:
         """Start all ranks; in each of those returns what it is to do."""
         self.until = time.monotonic() + _LIMIT_S
         for rank, body in enumerate(self.program["ranks"]):
             pid = os.fork()
             if pid == 0:
-                said = os.open(self._path(rank, "said"), os.O_WRONLY | os.O_CREAT)
+                said = os.open(self._path(rank, "said"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(said, 1)
                 os.dup2(said, 2)
                 faulthandler.enable()
@@ -112,7 +135,8 @@ class _Run:
                 os.environ.update({**variables, **self.program["environment"]})
                 path = self._path(rank, "last")
                 last = f"import time; open({path!r}, 'w').write(str(time.monotonic()))"
-                return f"{self.program['begin']}\n{body}\n{last}\n"
+                source = f"{self.program['begin']}\n{body}\n{last}\n"
+                return compile(source, self.program["file"], "exec")
             self.pids.append(pid)
         return None
 
@@ -135,31 +159,35 @@ class _Run:
     def _ending(self, rank: int, pid: int) -> Ending:
         status, ended = self.endings[pid]
         last = Path(self._path(rank, "last"))
-        seconds = ended - float(last.read_text()) if last.exists() else 0.0
+        seconds = 0.0
+        if last.exists():
+            seconds = ended - float(last.read_text())
+            last.unlink()
         return Ending(status, seconds, Path(self._path(rank, "said")).read_text())
 
     def _path(self, rank: int, name: str) -> str:
         return f"{sys.argv[1]}/{name}-{self.number}-{rank}"
 
 
-def _serve() -> str:
-    """Run all programs, and write how they ended; in a rank returns what it is to do."""
-    programs = json.load(sys.stdin)
-    ports = set[int]()
-    while len(ports) < len(programs):  # nobody holds one until its program does
-        ports.add(free_port())
-    runs = [_Run(*each) for each in zip(programs, range(len(programs)), ports, strict=True)]
-    waiting, under_way = list(runs), list[_Run]()
-    while waiting or under_way:
-        while waiting and len(under_way) < _AT_ONCE:
-            under_way.append(waiting.pop(0))
-            body = under_way[-1].begin()
-            if body is not None:
-                return body
-        under_way = [each for each in under_way if not each.is_over()]
-        time.sleep(0.005)
-    json.dump([each.told() for each in runs], sys.stdout)
-    return ""
+def _serve() -> CodeType | None:
+    """Run the programs of each line, and write how they ended; in a rank returns what it is to do."""
+    for line in sys.stdin:
+        programs = json.loads(line)
+        ports = set[int]()
+        while len(ports) < len(programs):  # nobody holds one until its program does
+            ports.add(free_port())
+        runs = [_Run(*each) for each in zip(programs, range(len(programs)), ports, strict=True)]
+        waiting, under_way = list(runs), list[_Run]()
+        while waiting or under_way:
+            while waiting and len(under_way) < _AT_ONCE:
+                under_way.append(waiting.pop(0))
+                if (code := under_way[-1].begin()) is not None:
+                    return code
+            under_way = [each for each in under_way if not each.is_over()]
+            time.sleep(0.005)
+        sys.stdout.write(json.dumps([each.told() for each in runs]) + "\n")
+        sys.stdout.flush()
+    return None
 
 
 if __name__ == "__main__":
@@ -168,4 +196,5 @@ if __name__ == "__main__":
     import objcomm
 
     objcomm.is_initialized()
-    exec(compile(_serve(), "program.py", "exec"), {"__name__": "__main__"})  # noqa: S102  # our own
+    if (code := _serve()) is not None:
+        exec(code, {"__name__": "__main__", "__file__": code.co_filename})  # noqa: S102  # our own
