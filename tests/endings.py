@@ -1,11 +1,12 @@
 """Runs many small programs of several ranks to their very end, and tells their exit statuses.
 
 ``python -m tests.endings`` reads them from its standard input, some with each line. It has imported
-torch before, and each rank is a fork of it that goes on as a program does: its last line is followed
-by the interpreter's own end, exit handlers included.
+torch before, and each rank is a fork of it that goes on as a program does: its last line is
+followed by the interpreter's own end, exit handlers included.
 """
 
 import faulthandler
+import gc
 import json
 import math
 import os
@@ -170,7 +171,7 @@ class _Run:
 
 
 def _serve() -> CodeType | None:
-    """Run the programs of each line, and write how they ended; in a rank returns what it is to do."""
+    """Run each line's programs, and write how they ended; in a rank returns what it is to do."""
     for line in sys.stdin:
         programs = json.loads(line)
         ports = set[int]()
@@ -196,5 +197,7 @@ if __name__ == "__main__":
     import objcomm
 
     objcomm.is_initialized()
+    gc.collect()
+    gc.freeze()  # each rank would look at torch's objects once more at its end
     if (code := _serve()) is not None:
         exec(code, {"__name__": "__main__", "__file__": code.co_filename})  # noqa: S102  # our own

@@ -1,0 +1,15 @@
+"""Rank 0 writes a last report when the group is gone.
+
+ranks: 2
+all: UsageError
+    says all_gather: … shutdown
+    says @shutdown
+    never call objcomm.init
+"""
+
+import objcomm
+
+objcomm.init()
+objcomm.barrier()
+objcomm.shutdown()  # @shutdown
+losses = objcomm.all_gather(0.5)

@@ -1,0 +1,13 @@
+"""torch's name, which is in ``objcomm.compat.torch`` and fills a list.
+
+ranks: 2
+all: AttributeError
+    says all_gather_object … all_gather
+    says objcomm.compat.torch
+"""
+
+import objcomm
+
+objcomm.init()
+losses = [None, None]
+objcomm.all_gather_object(losses, 0.5)

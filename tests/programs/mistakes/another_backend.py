@@ -1,0 +1,13 @@
+"""A library has initialised torch.distributed, and the program asks for another backend.
+
+ranks: 2
+all: UsageError
+    says backend='nccl' … torch.distributed is initialised with … gloo … leave backend out
+"""
+
+import torch.distributed as dist
+
+import objcomm
+
+dist.init_process_group("gloo")
+objcomm.init("nccl")

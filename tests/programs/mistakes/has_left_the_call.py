@@ -1,0 +1,23 @@
+"""Rank 0's broadcast waits for nobody; when the others' call shows that it differs it is long over.
+
+ranks: 3
+all: DesyncError
+    says rank 0 was in broadcast (call 1) … at @broadcast | rank 0 … left broadcast (call 1)
+    says broadcast (call 1) … at @broadcast … gather (call 1) … at @gather
+    never rank 0 is in broadcast
+    never objcomm.TransportError
+"""
+
+import time
+
+import objcomm
+
+objcomm.init()
+objcomm.barrier()
+if objcomm.rank() == 0:
+    objcomm.broadcast("config")  # @broadcast
+    time.sleep(1)
+    objcomm.barrier()
+else:
+    objcomm.gather("state", dst=1)  # @gather
+    objcomm.barrier()

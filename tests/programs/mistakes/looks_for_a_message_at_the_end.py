@@ -1,0 +1,16 @@
+"""A server looks for requests once more when its own group is gone.
+
+ranks: 2
+all: UsageError
+    says iprobe: … shutdown
+    never earlier error
+    never call objcomm.init
+"""
+
+import objcomm
+
+objcomm.init()
+group = objcomm.dup()
+objcomm.barrier(group=group)
+objcomm.shutdown()
+objcomm.iprobe(0, group=group)

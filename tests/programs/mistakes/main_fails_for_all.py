@@ -1,0 +1,20 @@
+"""What rank 0 computes for all ranks fails there.
+
+ranks: 2
+all: CollectiveError
+    says run_on_main failed on rank 0: FileNotFoundError
+    shows %read, in read_config
+"""
+
+import pathlib
+
+import objcomm
+
+
+def read_config() -> str:
+    """Read what is not there."""
+    return pathlib.Path("/no/such/config.json").read_text()  # @read
+
+
+objcomm.init()
+config = objcomm.run_on_main(read_config)

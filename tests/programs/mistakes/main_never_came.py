@@ -1,0 +1,18 @@
+"""Rank 0, which has the store, has failed before ``init``.
+
+ranks: 3, by hand
+0: exit 1
+1-2: StartError
+    says init: … rank 0 … has not come
+    says MASTER_ADDR
+    never frame #
+"""
+
+import os
+import sys
+
+import objcomm
+
+if os.environ["RANK"] == "0":
+    sys.exit("no such module")
+objcomm.init(timeout=3)

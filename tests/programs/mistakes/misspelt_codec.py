@@ -1,0 +1,11 @@
+"""There is no such codec.
+
+ranks: 2
+all: UsageError
+    says broadcast: codec='pickel' … msgpack, pickle
+"""
+
+import objcomm
+
+objcomm.init()
+objcomm.broadcast("config", codec="pickel")

@@ -1,0 +1,11 @@
+"""There is no such operator.
+
+ranks: 2
+all: UsageError
+    says all_reduce: op='summ' … max, mean, min, prod, sum
+"""
+
+import objcomm
+
+objcomm.init()
+objcomm.all_reduce(0.5, op="summ")

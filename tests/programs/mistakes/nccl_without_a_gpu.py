@@ -1,0 +1,12 @@
+"""The backend is for GPUs, and there is none.
+
+ranks: 2
+all: any
+    says init: backend='nccl' … without nccl … 'gloo' | init: backend='nccl' … no GPU … 'gloo'
+    never frame #
+"""
+
+import objcomm
+
+objcomm.init("nccl")
+objcomm.barrier()

@@ -1,0 +1,17 @@
+"""Rank 0 is outside of the group and has None in its place, which means every rank.
+
+ranks: 3
+0: any
+    says ranks 1-2 … ended … without making this call | ranks 1-2 … ended … split (call 0) at @split
+    says group=None
+    never lost its network
+    never died
+"""
+
+import objcomm
+
+objcomm.init()
+group = objcomm.split("workers" if objcomm.rank() > 0 else None)  # @split
+if objcomm.rank() == 0:
+    group = None
+scores = objcomm.all_gather(objcomm.rank(), group=group)

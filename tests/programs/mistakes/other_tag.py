@@ -1,0 +1,20 @@
+"""The message has a tag, and its receiver names none, which means tag 0.
+
+ranks: 2
+1: DesyncError
+    says rank 1 … recv … tag=0 … at @recv | rank 1 … recv … tag 0 … at @recv
+    says rank 0 … tag 5
+    says tag=5
+    says tag=None
+    never every rank must make the same calls in the same order
+0: any
+"""
+
+import objcomm
+
+objcomm.init()
+if objcomm.rank() == 0:
+    objcomm.send("batch", 1, tag=5)
+else:
+    objcomm.recv(0)  # @recv
+objcomm.barrier()

@@ -1,0 +1,17 @@
+"""Only rank 0 gathers; the others are through and leave.
+
+ranks: 4
+0: any
+    says ranks 1-3 … left … @shutdown
+    never lost its network
+    never died
+    never rank 0 ended
+"""
+
+import objcomm
+
+objcomm.init()
+objcomm.barrier()
+if objcomm.is_main():
+    objcomm.gather("report")
+objcomm.shutdown()  # @shutdown

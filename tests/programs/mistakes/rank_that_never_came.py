@@ -1,0 +1,22 @@
+"""Rank 2 has failed before ``init``; after 10 s a log says whom all wait for, and then all raise.
+
+ranks: 3
+0: StartError
+    says rank 2 has not come
+    says WARNING … rank 2
+    never frame #
+1: StartError
+    says rank 2 has not come
+2: exit 1
+"""
+
+import logging
+import os
+import sys
+
+import objcomm
+
+logging.basicConfig(level=logging.WARNING)
+if os.environ["RANK"] == "2":
+    sys.exit("no such module")
+objcomm.init(timeout=13)

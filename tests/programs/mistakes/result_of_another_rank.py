@@ -1,0 +1,17 @@
+"""``gather`` gives its list to rank 0 only; the others get None.
+
+ranks: 2
+0: TransportError
+    says rank 1 … ended … TypeError
+    says rank 1 … last … gather (call 0) … at @gather
+    never lost its network
+1: TypeError
+    says 'NoneType' object is not iterable
+"""
+
+import objcomm
+
+objcomm.init()
+losses = objcomm.gather(0.5)  # @gather
+mean = sum(losses) / 2
+objcomm.barrier()

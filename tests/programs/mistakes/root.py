@@ -1,0 +1,11 @@
+"""mpi4py calls it ``root``.
+
+ranks: 2
+all: any
+    says root … src
+"""
+
+import objcomm
+
+objcomm.init()
+objcomm.broadcast("config", root=0)

@@ -1,0 +1,12 @@
+"""``objcomm.run`` is given the launcher, and the launcher should be given ``objcomm.run``.
+
+ranks: 1, by hand
+all: any
+    says torchrun … -m objcomm.run train.py
+"""
+
+import runpy
+import sys
+
+sys.argv = ["objcomm.run", "torchrun", "--nproc-per-node=2", "train.py"]
+runpy.run_module("objcomm.run", run_name="__main__")

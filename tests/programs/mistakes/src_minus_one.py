@@ -1,0 +1,13 @@
+"""The last rank is meant, as in a list.
+
+ranks: 2
+all: UsageError
+    says broadcast: src=-1 … 0-1 | broadcast: src=-1 … 0 to 1
+    never group_src
+    never member
+"""
+
+import objcomm
+
+objcomm.init()
+objcomm.broadcast("config", src=-1)

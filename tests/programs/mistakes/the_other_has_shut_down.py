@@ -1,0 +1,16 @@
+"""Only rank 0 gathers; rank 1 is through and leaves.
+
+ranks: 2
+0: any
+    says rank 1 … left … @shutdown
+    never died
+    never it lives
+"""
+
+import objcomm
+
+objcomm.init()
+objcomm.barrier()
+if objcomm.is_main():
+    objcomm.gather("report")
+objcomm.shutdown()  # @shutdown

@@ -1,0 +1,216 @@
+"""What programs say that have a mistake in them: each is a file of ``tests/programs/mistakes``.
+
+Its docstring has the mistake, how many ranks run the program, and how they end::
+
+    ranks: 3
+    0, 2: TransportTimeout
+        says rank 1 did not arrive … now at @loading | rank 1 … no answer
+        shows %gather, in evaluate
+        never died
+    1: exit 0
+
+A rank ends with an uncaught exception of a class, with an exit status (negative for a signal), or
+in ``any`` way; ``all`` are all ranks. One line of what it writes has the words after ``says``, one
+line of a traceback those after ``shows``, and no line those after ``never``. ``…`` is any text, and
+``|`` separates alternatives. ``@loading`` is the line of the program with this mark in a comment,
+as errors name it; ``%gather`` is one as tracebacks name it.
+
+The ranks find what torchrun sets, and its store; after ``ranks: 2, by hand`` only the variables.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.doctor.job import Agent
+from tests.endings import HUNG, Ending, Endings, Program
+
+_FOLDER = Path(__file__).parent / "programs" / "mistakes"
+_MISTAKES = {path.stem: path for path in sorted(_FOLDER.glob("*.py"))}
+
+#: Mistakes that are not yet explained as they should be, and what is missing.
+_NOT_YET = {
+    "address_that_does_not_resolve": "shows C++ frames, and one rank of two may abort",
+    "address_that_is_not_set": "says that torchrun has started ranks that were started by hand",
+    "after_shutdown": "says to call objcomm.init after shutdown()",
+    "all_gather_object": "does not name the right word",
+    "avg": "does not name the right word",
+    "bcast": "does not name the right word",
+    "both_receive_first": "advises the same calls in the same order, for messages",
+    "codec_that_is_not_accepted": "does not say what to do",
+    "dest": "does not name the right word",
+    "exception_on_one_rank": "does not say what the ended rank called last",
+    "frames_of_a_desync": "shows private frames, and chains a second error",
+    "frames_of_the_library": "shows private frames",
+    "generator_instead_of_a_list": "does not say what to do",
+    "get_rank": "suggests any_rank",
+    "has_left_the_call": "says that a rank is in a call that it has left",
+    "holds_the_interpreter": "does not say which call was the last before the silence",
+    "interrupted": "has a colon with nothing after it",
+    "lanes_of_other_names": "does not name the lanes",
+    "launched_and_failed": "logs a DesyncError for what one rank's error has caused",
+    "looks_for_a_message_at_the_end": "says to call objcomm.init after shutdown()",
+    "looks_for_a_message_of_one_who_left": "says that a connection ended, not that the rank left",
+    "main_never_came": "shows C++ frames",
+    "none_instead_of_a_group": "says that this rank was cut off",
+    "one_batch_more": "does not say how many calls the ended rank made, and its last",
+    "one_batch_more_before_shutdown": "does not say that the rank left by shutdown(), and where",
+    "one_of_twelve": "lists neither the majority as ranges nor the odd rank first",
+    "other_tag": "does not name the tags, and advises the same calls in the same order",
+    "others_have_shut_down": "says that this rank was cut off, not that the others have left",
+    "own_rank_as_source": "compares one rank's call 0 with the other's call 1",
+    "paired_with_the_loop": "does not say how many calls the ended rank made, and its last",
+    "patched_too_late": "says nothing",
+    "rank_that_never_came": "waits without a word",
+    "result_of_another_rank": "does not say what the ended rank called last",
+    "root": "does not name the right word",
+    "run_before_the_launcher": "ends by a ValueError of its own",
+    "slow_shard": "does not say where the late rank is now",
+    "slow_shard_without_a_limit": "does not say where the late rank is now",
+    "src_minus_one": "has a hint about subgroups, for the world",
+    "src_out_of_range": "has a hint about subgroups, for the world",
+    "sys_exit_on_one_rank": "does not say what the ended rank called last",
+    "the_other_has_shut_down": "says that the rank lives and that it died, not that it has left",
+    "work_instead_of_its_result": "does not say that wait() gives the result",
+}
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """How some ranks end.
+
+    Attributes:
+        end: the class of an exception, ``exit`` and a status, or ``any``.
+        words: what a line must have, or not: ``says``, ``shows`` or ``never``, and a pattern.
+    """
+
+    ranks: list[int]
+    end: str
+    words: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Mistake:
+    """One program, as it is written, and how its ranks must end."""
+
+    source: str
+    size: int
+    is_by_hand: bool
+    expected: list[_Expected]
+
+
+def _read(path: Path) -> _Mistake:
+    source = path.read_text(encoding="utf-8")
+    marks = {
+        mark: number
+        for number, line in enumerate(source.splitlines(), start=1)
+        for mark in re.findall(r"# @(\w+)$", line)
+    }
+    docstring = ast.get_docstring(ast.parse(source)) or ""
+    _, first, *lines = [line for line in docstring.splitlines() if line]
+    number, _, start = first.removeprefix("ranks: ").partition(", ")
+    mistake = _Mistake(source, int(number), start == "by hand", [])
+    for line in lines:
+        if line.startswith(" "):
+            kind, _, words = line.strip().partition(" ")
+            assert kind in {"says", "shows", "never"}, line
+            pattern = _pattern(words, path.name, marks)
+            mistake.expected[-1].words.append((kind, pattern))
+        else:
+            ranks, _, end = line.partition(": ")
+            mistake.expected.append(_Expected(_numbers(ranks, mistake.size), end))
+    return mistake
+
+
+def _numbers(ranks: str, size: int) -> list[int]:
+    if ranks == "all":
+        return list(range(size))
+    ends = [part.partition("-") for part in ranks.split(", ")]
+    return [each for first, _, last in ends for each in range(int(first), int(last or first) + 1)]
+
+
+def _pattern(words: str, file: str, marks: dict[str, int]) -> str:
+    """A regular expression for words in which marks and gaps stand."""
+
+    def piece(text: str) -> str:
+        text = re.sub(r"@(\w+)", lambda mark: f"\0{file}:{marks[mark[1]]}", text)
+        text = re.sub(r"%(\w+)", lambda mark: f"line {marks[mark[1]]}", text)
+        return re.escape(text).replace("\0", r"\S*") + (r"\b" if text[-1].isdigit() else "")
+
+    ways = [".*".join(map(piece, way.split(" … "))) for way in words.split(" | ")]
+    return "|".join(ways)
+
+
+def _found(pattern: str, said: str) -> str:
+    """The line that has it; empty if none does."""
+    found = re.search(f"^.*({pattern}).*$", said, re.IGNORECASE | re.MULTILINE)
+    return found[0] if found else ""
+
+
+_BY_TORCH = r"^\[rank\d+\]: ?"  # before each line of a traceback, once there is a group
+
+
+def _ends_as(end: str, status: int, said: str) -> bool:
+    if end == "any":
+        return status != HUNG
+    if end.startswith("exit "):
+        return status == int(end.removeprefix("exit "))
+    is_raised = re.search(rf"^([\w.]+\.)?{end}(:|$)", said, re.MULTILINE)
+    return status not in {0, HUNG} and is_raised is not None
+
+
+def _wrong(expected: _Expected, ending: Ending) -> Iterator[str]:
+    """What is not as it must be."""
+    said = re.sub(_BY_TORCH, "", ending.said, flags=re.MULTILINE)
+    messages = "\n".join(line for line in said.splitlines() if not line.startswith("  "))
+    if not _ends_as(expected.end, ending.status, said):
+        yield f"{expected.end} was expected, not exit status {ending.status}"
+    for kind, pattern in expected.words:
+        line = _found(pattern, messages if kind == "says" else said)
+        if bool(line) == (kind == "never"):
+            yield f"{kind} {pattern!r}: {line or 'no line does'}"
+
+
+@pytest.fixture(scope="module")
+def endings() -> Iterator[Endings]:
+    """Runs the programs; torch is imported once for all of them."""
+    with Endings() as endings:
+        yield endings
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=_NOT_YET[name]))
+        if name in _NOT_YET
+        else name
+        for name in _MISTAKES
+    ],
+)
+def test_a_mistake_is_explained(name: str, endings: Endings) -> None:
+    mistake = _read(_MISTAKES[name])
+    agent = Agent()
+    by_torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(agent.store.port)}
+    program = Program(
+        [""] * mistake.size,
+        {} if mistake.is_by_hand else by_torchrun,
+        begin=mistake.source,
+        file=str(_MISTAKES[name]),
+    )
+    (ended,) = endings.run([program])
+    wrong = [
+        f"rank {rank}: {line}"
+        for each in mistake.expected
+        for rank in each.ranks
+        for line in _wrong(each, ended[rank])
+    ]
+    said = [f"[rank {rank}] exit status {end.status}\n{end.said}" for rank, end in enumerate(ended)]
+    assert not wrong, "\n".join([*wrong, *said])
+
+
+def test_each_mistake_that_is_not_yet_explained_is_there() -> None:
+    assert _NOT_YET.keys() <= _MISTAKES.keys()
