@@ -315,7 +315,7 @@ OTHER_LINES = "other lines"
 
 
 #: Why one is raised for ranks that wait for each other's messages, or for those to be received.
-NO_MATCH = "messages that never meet"
+NO_MATCH = "each waits for another to send or receive"
 
 
 class DesyncError(WireError):
@@ -339,8 +339,10 @@ class DesyncError(WireError):
         each = whereabouts(self.positions.values())
         where = ", but ".join(each) if len(each) <= _PAIR else "; ".join(each)
         advice = "; every rank must make the same calls in the same order"
-        if self.reason == NO_MATCH:
-            advice = "; one must send before it waits itself, with the tag that the other receives"
+        if self.reason == NO_MATCH or any(each.unmatched for each in self.positions.values()):
+            advice = (
+                "; let one of two send first, with the tag that the other takes, or use sendrecv"
+            )
         if self.reason == OTHER_LINES:
             advice += ", or give two lines that belong together the same name="
         return f"ranks are out of step ({self.reason}): {where}{advice}"

@@ -170,8 +170,9 @@ def _unmatched(entry: CallRecord) -> str:
     found = entry.unmatched() if entry.unmatched is not None else []
     if not found:
         return ""
-    messages = [f"tag {tag} from rank {peer}" for peer, tag in found]
-    return f"waiting for tag {entry.header.tag}; what has come: {', '.join(messages)}"
+    messages = [f"tag={tag} from rank {peer}" for peer, tag in found]
+    come = ", ".join(messages)
+    return f"it takes tag={entry.header.tag}, and what has come is {come}; tag=None takes any"
 
 
 #: A call of one lane that waits for other ranks.

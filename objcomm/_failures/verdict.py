@@ -142,7 +142,8 @@ class Verdict(NamedTuple):
                 self.silent_seconds,
             )
         silent = "; store: no answer" if self.is_store_silent else ""
-        return TransportError(operation, self.ranks, self.reason + self._unmade(own) + silent)
+        reason = f"it has left ({self.left_by})" if self.left_by else self.reason
+        return TransportError(operation, self.ranks, reason + self._unmade(own) + silent)
 
     def _unmade(self, own: Position | None) -> str:
         """What to add to the reason of ranks that have left, and never made the call of this one.
@@ -150,12 +151,15 @@ class Verdict(NamedTuple):
         Args:
             own: where this rank is.
         """
-        by = f" ({self.left_by})" if self.left_by else ""
         last = next((each for each in self.positions if each.rank in self.ranks), None)
-        if last is None or own is None or (last.operation and own.sequence <= last.sequence):
-            return by
-        before = f"its last was {last.call}" if last.operation else "it had made none"
-        return f"{by} without making this call (call {own.sequence}); {before}"
+        if last is None or own is None:
+            return ""
+        if not last.operation:
+            return f" before its first call; this is call {own.sequence}"
+        if own.sequence <= last.sequence:
+            return ""
+        calls = f"{last.sequence + 1} call{'s' * (last.sequence > 0)}"
+        return f" after {calls}, the last {last.call}; this is call {own.sequence}"
 
 
 def proposal_for(error: BaseException, rank: int) -> Verdict:

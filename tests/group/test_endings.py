@@ -118,16 +118,17 @@ def test_a_rank_that_left_before_a_call_is_named_with_its_last_line(world: int) 
     uneven, left, unused = run_to_the_end(
         [Program([body] * world) for body in (fewer, last, used_nothing)]
     )
-    made = "its last was all_gather (call 0) at program.py"
+    made = "its program has ended after 1 call, the last all_gather (call 0) at program.py"
     for each in uneven[:-1]:
-        assert f"to rank {world - 1} ended: its program has ended without making this" in each.said
-        assert made in each.said
+        assert f"to rank {world - 1} ended: {made}" in each.said
+        assert each.said.endswith("; this is call 1\n")
     others = "rank 1" if world == 2 else f"ranks 1-{world - 1}"
-    for ranks, before in ((left, "its last was barrier (call 0)"), (unused, "it had made none")):
+    for ranks, before in ((left, "after 1 call, the last barrier"), (unused, "before its first")):
         assert ranks[0].status == 1
-        assert f"the connection to {others} ended: it" in ranks[0].said
-        assert "(objcomm.shutdown at program.py" in ranks[0].said
-        assert f"without making this call (call {int(ranks is left)}); {before}" in ranks[0].said
+        by = f"to {others} ended: it has left (objcomm.shutdown at program.py"
+        assert by in ranks[0].said
+        assert f"{before} call" in ranks[0].said.replace("barrier (call 0)", "barrier call")
+        assert ranks[0].said.endswith(f"; this is call {int(ranks is left)}\n")
 
 
 _UNDER_RUN = (

@@ -1,4 +1,4 @@
-"""torch's name, which is in ``objcomm.compat.torch`` and fills a list.
+"""torch's name of a function that fills a list.
 
 ranks: 2
 all: AttributeError
