@@ -6,8 +6,10 @@ uses if nobody says; how a launcher names ranks knows ``environment``.
 
 import logging
 import os
+import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +34,7 @@ from objcomm._failures.watchdog import audited
 from objcomm._observe.history import call_site
 from objcomm._observe.log import log
 from objcomm._transport.rendezvous import (
+    REPORTED_AFTER_SECONDS,
     GivenUpError,
     MeetingState,
     await_all,
@@ -183,6 +186,8 @@ _SPEECHBRAIN_TIMEOUT_SECONDS = 7200.0
 
 # How far torch may exceed its limit before we give up on it; its own error is more informative.
 _LONGER = 1.2
+# How often a rank that has come looks whether there is anybody to meet.
+_KNOCK_SECONDS = 0.05
 # torch keeps time limits in milliseconds.
 _STORED_SECONDS = 1e-3
 
@@ -427,7 +432,9 @@ def _joined(
     except (RuntimeError, ValueError, TimeoutError) as error:
         shutdown()
         absent = error.missing if isinstance(error, _NotComeError) else ()
-        raise StartError(place.rank, place.world_size, address, str(error), absent) from error
+        # What is private tells nothing more than the text.
+        cause = error.__cause__ if isinstance(error, _NotComeError) else error
+        raise StartError(place.rank, place.world_size, address, str(error), absent) from cause
     return Start(
         place.launcher, place.rank, place.world_size, place.local_rank, chosen, own, address
     )
@@ -451,13 +458,14 @@ def _store(place: Placement, limit: timedelta | None, *, is_agents: bool) -> "di
     from torch.distributed.constants import default_pg_timeout  # noqa: PLC0415  # needs distributed
 
     timeout = limit or default_pg_timeout
+    is_host = place.rank == 0 and not is_agents
 
     def make() -> dist.Store:
         return dist.TCPStore(
             place.host,
             place.port,
             place.world_size,
-            is_master=place.rank == 0 and not is_agents,
+            is_master=is_host,
             timeout=timeout,
             wait_for_workers=False,  # they are asked by name: torch only counts them
             multi_tenant=not is_agents,
@@ -465,6 +473,8 @@ def _store(place: Placement, limit: timedelta | None, *, is_agents: bool) -> "di
         )
 
     try:
+        if not is_host:
+            _await_host(place, timeout.total_seconds())
         # Torch (2.13) waits without end for another program that listens there and says nothing.
         return done_within(_LONGER * timeout.total_seconds(), make, lambda _: None)
     except (RuntimeError, TimeoutError) as error:
@@ -472,6 +482,37 @@ def _store(place: Placement, limit: timedelta | None, *, is_agents: bool) -> "di
             raise
         reason = f"rank 0, which they meet at, has not come or can't be reached ({error})"
         raise _NotComeError(reason, (0,)) from error
+
+
+def _await_host(place: Placement, seconds: float) -> None:
+    """Return when somebody takes connections where the ranks meet.
+
+    Torch's store waits for that in C++: it heeds no Ctrl-C, and tells why by a page of its frames.
+
+    Raises:
+        TimeoutError: nobody does.
+    """
+    began = time.monotonic()
+    is_said = False
+    while True:
+        left = began + seconds - time.monotonic()
+        try:
+            socket.create_connection((place.host, place.port), min(max(left, 0.1), 1.0)).close()
+        except socket.gaierror as error:
+            reason = f"the name {place.host!r} can't be resolved: {error.strerror}"
+        except OSError as error:
+            reason = f"nothing answers there: {error.strerror or error}"
+        else:
+            return
+        if left <= 0:
+            raise TimeoutError(f"{reason}, for {seconds:g} s")
+        if not is_said and time.monotonic() > began + REPORTED_AFTER_SECONDS:
+            is_said = True
+            log.warning(
+                "init: rank %d still waits for rank 0 at %s:%d; %s",
+                *(place.rank, place.host, place.port, reason),
+            )
+        time.sleep(min(max(left, 0), _KNOCK_SECONDS))
 
 
 def _call_the_roll(part: "dist.Store", place: Placement, seconds: float) -> None:

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 
 from objcomm._environment import machine
+from objcomm._observe.log import log
 from objcomm._transport.store import read
-from objcomm.errors import WireError
+from objcomm.errors import WireError, ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Iterator
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 
 #: What errors call the meeting.
 FIRST_USE = "first use of the group"
+
+#: After so long the log says which ranks have come to ``init`` and which have not.
+REPORTED_AFTER_SECONDS = 10.0
 
 _PREFIX = "objcomm"
 
@@ -402,10 +406,19 @@ def call_the_roll(
         came = {each for each, _, _ in _entries(text, range(size))}
         return tuple(each for each in range(size) if each not in came)
 
-    expires = time.monotonic() + seconds
+    began = time.monotonic()
+    expires = began + seconds
     pause = _PAUSE_MIN_SECONDS
+    is_said = False
     while not ours.check(["end"]):
         has_expired = time.monotonic() > expires
+        if not is_said and time.monotonic() > began + REPORTED_AFTER_SECONDS:
+            is_said = True
+            absent = missing()
+            come = [each for each in range(size) if each not in absent]
+            if rank == come[0] and absent:  # one of them is enough
+                both = ranks_text(absent), ranks_text(come)
+                log.warning("init: still waits for %s; so far here: %s", *both)
         if rank == 0 or has_expired:
             absent = missing()
             if rank == 0 and (has_expired or not absent):

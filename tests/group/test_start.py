@@ -24,6 +24,7 @@ import objcomm
 from objcomm import StartError, TransportError, TransportTimeout, UsageError
 from objcomm._bootstrap import init
 from objcomm._calls.group import resolve
+from objcomm._observe.log import log
 from objcomm._transport import rendezvous
 from objcomm._transport.rendezvous import await_all
 from objcomm._transport.store import loopback_store
@@ -306,7 +307,23 @@ def test_ranks_that_do_not_come_are_an_error_with_the_address() -> None:
     assert (caught.value.rank, caught.value.world_size) == (1, 2)
     assert caught.value.address == f"127.0.0.1:{port}"
     assert "MASTER_PORT" in str(caught.value)
+    assert "nothing answers there: Connection refused, for 1 s" in str(caught.value)
     assert not dist.is_initialized()
+
+
+@solo()
+def test_a_name_that_no_resolver_knows_is_said_and_no_host_is_waited_for_in_silence() -> None:
+    os.environ.update(torchrun(1, 2), MASTER_ADDR="no.such.host.invalid")
+    unknown = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    with (
+        mock.patch.object(socket, "create_connection", side_effect=unknown),
+        mock.patch.object(init, "REPORTED_AFTER_SECONDS", 0.0),
+        mock.patch.object(log, "warning") as warning,
+        pytest.raises(StartError, match=r"the name 'no.such.host.invalid' can't be resolved: Name"),
+    ):
+        objcomm.init(timeout=0.3)
+    warning.assert_called_once()
+    assert warning.call_args.args[1:4] == (1, "no.such.host.invalid", 29500)
 
 
 @pytest.mark.parametrize("is_agents", [False, True], ids=["rank 0's", "torchrun's"])
