@@ -12,14 +12,14 @@ from typing import Any
 import msgpack
 import torch
 
-from objcomm._codecs import array_dtypes, tensors
+from objcomm._codecs import array_dtypes, exceptions, tensors
 from objcomm._codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded, blame
 from objcomm._codecs.buffers import Buffer, BufferKind, view
 from objcomm._codecs.nesting import Budget, Spread, check_nesting, weight_of
 from objcomm._codecs.types import (
-    BUILTIN_ERRORS,
     CONSTRUCTORS,
     LOWER,
+    check_attributes,
     classes,
     raise_exception,
     set_attributes,
@@ -92,6 +92,8 @@ class _Encoder:
         self._max_depth = settings().max_depth
         self._depth = 0
         self._buffers: list[Buffer] = []
+        # Classes' objects and exceptions, with their numbers in the order in which they are done.
+        self._made: dict[int, tuple[int, object]] = {}
         self._positions: dict[tuple[Any, ...], int] = {}
         self._sources: list[torch.Tensor] = []  # so that nothing else comes to their addresses
 
@@ -175,15 +177,53 @@ class _Encoder:
     def _lower_object(self, obj: Any) -> Any:
         name = type(obj).__name__
         entry = classes.by_class(type(obj))
+        rest: tuple[Any, ...] = None, {}, {}, None
         if entry is not None:
-            return _extended("object", entry.name, self._lower(entry.encode(obj)))
-        if BUILTIN_ERRORS.get(name) is not type(obj):
+            lowered = _extended("object", entry.name, self._lower(entry.encode(obj)))
+            if isinstance(obj, BaseException):
+                given = exceptions.take_apart(obj)[1:3] if entry.is_derived else (None, {})
+                rest = *given, {}, exceptions.links_of(obj)
+        elif exceptions.BUILTIN_ERRORS.get(name) is type(obj):
+            made_of, args, fields, attributes, links = exceptions.take_apart(obj)
+            attributes = {**attributes}
+            parts = name, made_of, attributes.pop("__notes__", []), str(obj)
+            lowered = _extended("exception", *map(self._lower, parts))
+            rest = args, fields, attributes, links
+        else:
             raise _RefusedError(
                 "its class is not registered; use objcomm.register(cls), or codec='pickle'"
             )
-        notes = getattr(obj, "__notes__", [])
-        args = obj.__reduce__()[1]  # an OSError's has the file's name
-        return _extended("exception", *map(self._lower, (name, args, notes, str(obj))))
+        if any(rest):
+            lowered += self._lower_rest(obj, *rest)
+        self._made[id(obj)] = len(self._made), obj
+        return lowered
+
+    def _lower_rest(
+        self, error: Any, args: Any, fields: dict[str, Any], attributes: dict[str, Any], links: Any
+    ) -> list[Any]:
+        """What an exception has that making it does not give."""
+        if fields and isinstance(error, exceptions.FIXED):
+            raise _RefusedError(
+                f"its {min(fields)!r} was changed after it was made; use codec='pickle'"
+            )
+        if own := [name for name in attributes if name.startswith("__")]:
+            raise _RefusedError(f"its {own[0]!r} is set, which only Python sets; delete it")
+        lowered = [self._lower(args), self._lower(fields), self._lower(attributes)]
+        if links is None:
+            return [*lowered, None]
+        self._depth += 1
+        linked = [self._lower_link(each) for each in links[:2]]
+        self._depth -= 1
+        return [*lowered, [*linked, links[2]]]
+
+    def _lower_link(self, error: BaseException | None) -> Any:
+        """An exception; the number of an object where it has been lowered before.
+
+        For what is raised from another one has it as its context as well, often as an argument, and
+        so has that one.
+        """
+        number, _ = self._made.get(id(error), (None, None))
+        return self._lower(error) if number is None else number
 
     def _buffer(self, buffer: Buffer, source: torch.Tensor | None = None) -> int:
         """The position of a buffer; members over exactly the same bytes share one."""
@@ -234,6 +274,7 @@ class _Decoder:
         self._meta = meta
         self._buffers = buffers
         self._budget = Budget(_NAME, meta, buffers)
+        self._made: list[Any] = []  # in the order in which the encoder numbered them
         self._heads = 0  # extensions that no list has begun with yet
 
     def decode(self) -> Any:
@@ -314,7 +355,30 @@ class _Decoder:
         Spread(self._budget, weight_of).add(members)
         return frozenset(members)
 
-    def _raise_object(self, name: Any, state: Any) -> Any:
+    def _raise_exception(self, name: Any, args: Any, notes: Any, text: Any, *rest: Any) -> Any:
+        return self._completed(raise_exception(name, args, notes, text), *rest)
+
+    def _completed(self, made: Any, *rest: Any) -> Any:
+        """Set what an exception has that making it does not give, and give it its number."""
+        if rest:
+            *others, links = rest
+            if type(links) is list:
+                links = tuple(map(self._linked, links))
+            rest = *others, links
+            exceptions.check_parts(made, rest)
+            check_attributes(rest[2])
+            exceptions.complete(made, rest)
+        self._made.append(made)
+        return made
+
+    def _linked(self, link: Any) -> Any:
+        if type(link) is not int:
+            return link
+        if not 0 <= link < len(self._made):
+            raise DecodeError(_NAME, f"the number of an exception is {shown(link)}")
+        return self._made[link]
+
+    def _raise_object(self, name: Any, state: Any, *rest: Any) -> Any:
         if type(name) is not str:
             raise DecodeError(_NAME, f"the name of an object's class is {shown(name)}")
         entry = classes.by_name(name)
@@ -322,7 +386,7 @@ class _Decoder:
             raise ForbiddenTypeError(
                 _NAME, f"class {shown(name)} is not registered on this rank; use objcomm.register"
             )
-        return entry.decode(state)
+        return self._completed(entry.decode(state), *rest)
 
 
 # By functions: see ``_LOWER_BY_TYPE``.
@@ -341,5 +405,5 @@ _RAISE: dict[str, Callable[..., Any]] = {
         array_dtypes.array_dtype_named(dtype), raw
     ),
     "dtype": lambda _, name: array_dtypes.array_dtype_named(name),
-    "exception": lambda _, *parts: raise_exception(*parts),
+    "exception": _Decoder._raise_exception,  # noqa: SLF001  # likewise
 }

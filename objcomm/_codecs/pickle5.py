@@ -9,6 +9,8 @@ Decoding runs code that the sender chose, unless ``allow=`` says what it may nam
 """
 
 import abc
+import contextlib
+import copyreg
 import dataclasses
 import enum
 import importlib
@@ -25,7 +27,7 @@ from typing import Any
 
 import torch
 
-from objcomm._codecs import array_dtypes, restricted, tensors
+from objcomm._codecs import array_dtypes, exceptions, restricted, tensors
 from objcomm._codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded, blame
 from objcomm._codecs.buffers import Buffer, BufferKind, duplicate, view
 from objcomm._config import decoding_settings
@@ -222,10 +224,11 @@ class _Pickler(pickle.Pickler):
             return self._reduce_tensor(obj)
         if tensors.is_plain_array(obj):
             return self._reduce_array(obj)
-        if issubclass(kind, type) or kind is types.FunctionType:
-            return NotImplemented if _is_importable(obj) else self._reduce_by_value(obj)
-        if kind in _BY_VALUE:
+        is_named = issubclass(kind, type) or kind is types.FunctionType
+        if kind in _BY_VALUE or (is_named and not _is_importable(obj)):
             return self._reduce_by_value(obj)
+        if issubclass(kind, BaseException):
+            return _reduce_exception(obj)
         return _reduce_dtype(obj) if kind.__module__ == "numpy.dtypes" else NotImplemented
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
@@ -384,6 +387,28 @@ def _reduce_dtype(dtype: Any) -> Any:
         return array_dtypes.array_dtype_named, (array_dtypes.array_dtype_name(dtype),)
     except (TypeError, ValueError):
         return NotImplemented
+
+
+def _reduce_exception(error: BaseException) -> Any:
+    kind = type(error)
+    if exceptions.is_rebuilt_by_args(kind):
+        with contextlib.suppress(Exception):  # a class of an extension, which only itself can make
+            made_of, *rest = exceptions.take_apart(error)
+            made = exceptions.make, (kind, made_of)
+            return (*made, tuple(rest), None, None, exceptions.complete) if any(rest) else made
+    notes, links = vars(error).get("__notes__"), exceptions.links_of(error)
+    if notes is links is None:
+        return NotImplemented
+    reducer = copyreg.dispatch_table.get(kind)
+    reduced: Any = reducer(error) if reducer else error.__reduce_ex__(5)
+    make, arguments, state, listed, mapped, set_state = (*reduced, *[None] * 4)[:6]
+    if set_state is not None:
+        raise TypeError(
+            "a __reduce__ with a state setter keeps no cause, context or notes; "
+            "send the error's text"
+        )
+    own = state, notes, links
+    return make, arguments, own, listed, mapped, exceptions.complete_with_state
 
 
 def _same(buffer: Any) -> Any:

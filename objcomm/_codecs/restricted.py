@@ -19,9 +19,15 @@ from typing import Any, ClassVar
 
 import torch
 
-from objcomm._codecs import array_dtypes, tensors
+from objcomm._codecs import array_dtypes, exceptions, tensors
 from objcomm._codecs.nesting import Budget, Spread, length_of, weight_of
-from objcomm._codecs.types import CONSTRUCTORS, check_attributes, member_of, set_attributes
+from objcomm._codecs.types import (
+    CONSTRUCTORS,
+    check_arguments,
+    check_attributes,
+    member_of,
+    set_attributes,
+)
 from objcomm.errors import DecodeError, ForbiddenTypeError, name_of
 
 _NAME = "pickle"
@@ -434,6 +440,35 @@ def _scalar(dtype: Any, raw: Any) -> Any:
     return tensors.rebuild_scalar(dtype, raw)
 
 
+def _exception(kind: Any, made_of: Any) -> BaseException:
+    if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+        raise ForbiddenTypeError(_NAME, f"a {name_of(type(kind))} is made like a class")
+    if type(made_of) is not tuple:
+        raise DecodeError(_NAME, "an exception's arguments are no tuple")
+    check_arguments(kind, made_of)
+    return exceptions.make(kind, made_of)
+
+
+def _complete(error: Any, rest: Any) -> Any:
+    if type(rest) is not tuple:
+        raise DecodeError(_NAME, "an exception is not completed by these parts")
+    exceptions.check_parts(error, rest)
+    check_attributes(rest[2])
+    exceptions.complete(error, rest)
+    return error
+
+
+def _complete_with_state(error: Any, rest: Any) -> Any:
+    if not isinstance(error, BaseException) or type(rest) is not tuple or len(rest) != 3:  # noqa: PLR2004  # as the pickler
+        raise DecodeError(_NAME, "an exception is not completed by these parts")
+    state, notes, links = rest
+    exceptions.check_parts(error, (None, {}, {} if notes is None else {"__notes__": notes}, links))
+    if type(state) is dict:
+        check_attributes(state)
+    exceptions.complete_with_state(error, rest)
+    return error
+
+
 def _sizes(sizes: Any) -> Any:
     if type(sizes) is not tuple:  # a range would be walked to its end
         raise DecodeError(_NAME, "a torch.Size is not made of a tuple")
@@ -461,6 +496,9 @@ _TOOLS: dict[str, Any] = {
     "objcomm._codecs.tensors.array_dtype_named": array_dtypes.array_dtype_named,
     "objcomm._codecs.tensors.rebuild_array": _array,
     "objcomm._codecs.tensors.rebuild_coo": tensors.rebuild_coo,
+    "objcomm._codecs.exceptions.make": _exception,
+    "objcomm._codecs.exceptions.complete": _complete,
+    "objcomm._codecs.exceptions.complete_with_state": _complete_with_state,
     "objcomm._codecs.pickle5._rebuild_tensor": _tensor,
     "objcomm._codecs.pickle5._same": _same,
     "objcomm._codecs.pickle5._set_attributes": set_attributes,

@@ -11,7 +11,6 @@ syntax error has as many marks as it was told; and syntax errors and groups walk
 argument, which might be a range of any length.
 """
 
-import builtins
 import dataclasses
 import datetime
 import decimal
@@ -28,8 +27,9 @@ from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 
-from objcomm._codecs import tensors
+from objcomm._codecs import exceptions, tensors
 from objcomm._codecs.array_dtypes import DIMENSIONS_MAX
+from objcomm._codecs.exceptions import BUILTIN_ERRORS
 from objcomm._config import check_name
 from objcomm.errors import DecodeError, ForbiddenTypeError, UsageError, shown
 
@@ -285,13 +285,6 @@ def member_of(cls: enum.EnumMeta, value: Any) -> Any:
     return member
 
 
-BUILTIN_ERRORS = {
-    name: value
-    for name, value in vars(builtins).items()
-    if isinstance(value, type) and issubclass(value, BaseException) and value.__name__ == name
-}
-
-
 def raise_exception(name: Any, args: Any, notes: Any, text: Any) -> BaseException:
     """A builtin exception from its class's name and its arguments.
 
@@ -327,6 +320,7 @@ class ClassEntry(NamedTuple):
     name: str
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
+    is_derived: bool  # from the class, and not given to ``register``
 
 
 class _Classes:
@@ -427,9 +421,11 @@ def register(
         raise UsageError(f"register: cls={cls!r} must be a class")
     if (encode is None) != (decode is None):
         raise UsageError("register needs both encode= and decode=, or neither")
+    is_derived = encode is None or decode is None
     if encode is None or decode is None:
         encode, decode = _derived(cls)
-    classes.add(cls, ClassEntry(name or f"{cls.__module__}.{cls.__qualname__}", encode, decode))
+    name = name or f"{cls.__module__}.{cls.__qualname__}"
+    classes.add(cls, ClassEntry(name, encode, decode, is_derived))
     return cls
 
 
@@ -449,7 +445,7 @@ def _derived(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
             lambda values: _filled(cls, dict(zip(names, _checked(cls, values, list), strict=True))),
         )
     if issubclass(cls, BaseException):
-        return (lambda error: [error.args, vars(error)]), lambda parts: _raised(cls, parts)
+        return _lower_exception, lambda parts: _raised(cls, parts)
     has_slots = any("__slots__" in vars(base) for base in cls.__mro__[:-1])
     if has_slots or cls.__basicsize__ > _PLAIN_BASICSIZE:
         raise UsageError(
@@ -465,13 +461,16 @@ def _checked(cls: Any, received: Any, kind: type) -> Any:
     return received
 
 
+def _lower_exception(error: BaseException) -> list[Any]:
+    parts = exceptions.take_apart(error)
+    return [parts.made_of, parts.attributes]
+
+
 def _raised(cls: Any, parts: Any) -> Any:
     """An exception as it was, without a call of ``__init__``."""
     args, state = _checked(cls, parts, list)
     check_arguments(cls, _checked(cls, args, tuple))
-    error = cls.__new__(cls, *args)
-    error.args = args
-    return _with_state(error, state)
+    return _with_state(exceptions.make(cls, args), state)
 
 
 def _with_state(obj: Any, state: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgpack
 
-from objcomm._codecs import tensors, types
+from objcomm._codecs import exceptions, tensors, types
 
 _NUMBERS: Final = (0, 1, 2, 3, 7, 8, 16, 31, 64, 127, 128, 255, 256, 32_768, 65_536, 1 << 20)
 _LARGE: Final = (2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
@@ -222,7 +222,7 @@ def _numpy_scalar(chance: _Draw, _: int) -> list[Any]:
 
 
 def _exception(chance: _Draw, depth: int) -> list[Any]:
-    name = chance.choice(sorted(types.BUILTIN_ERRORS))
+    name = chance.choice(sorted(exceptions.BUILTIN_ERRORS))
     arguments = Made("tuple", *_members(chance, depth))
     if name in {"SyntaxError", "TabError"} and chance.random() < 0.5:
         place = ["f", chance.choice(EXTREMES), 1, "text", 1, chance.choice(EXTREMES)]
@@ -230,7 +230,23 @@ def _exception(chance: _Draw, depth: int) -> list[Any]:
     if name.endswith("Group"):
         arguments = Made("tuple", "x", [made(chance, "exception", depth + 1)] if depth < 5 else [])
     notes = [chance.choice(TEXTS) for _ in range(chance.randrange(3))]
-    return [name, arguments, notes, chance.choice(TEXTS)]
+    return [name, arguments, notes, chance.choice(TEXTS), *_rest(chance, depth)]
+
+
+def _rest(chance: _Draw, depth: int) -> list[Any]:
+    """What an exception has besides; nothing for most."""
+    if chance.random() < 0.6:
+        return []
+    links: list[Any] = [chance.choice((None, None, -1, 0, 1, 9)) for _ in range(2)]
+    if chance.random() < 0.3 and depth < 5:
+        links[0] = made(chance, "exception", depth + 1)
+    names = ("name", "path", "characters_written", "start", "code", "__notes__", "__array_struct__")
+    fields, attributes = (
+        {name: value(chance, depth + 1) for name in names if chance.random() < 0.1}
+        for _ in range(2)
+    )
+    args = Made("tuple", *_members(chance, depth)) if chance.random() < 0.2 else None
+    return [args, fields, attributes, chance.choice((None, [*links, chance.random() < 0.5]))]
 
 
 def _pairs(chance: _Draw, depth: int) -> list[Any]:
@@ -509,6 +525,7 @@ ADMITTED: Final = (
     "tests.samples.Colour",
     *("collections.OrderedDict", "objcomm._codecs.pickle5._same", "numpy.core.multiarray.scalar"),
     *("objcomm._codecs.pickle5._set_attributes", "objcomm._codecs.tensors.array_dtype_named"),
+    *(f"objcomm._codecs.exceptions.{each}" for each in ("make", "complete", "complete_with_state")),
     *("builtins.Ellipsis", "builtins.NotImplemented", "builtins.eval", "os.system"),
 )
 

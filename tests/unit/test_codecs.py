@@ -272,6 +272,90 @@ def test_an_attribute_of_a_tensor_that_is_no_plain_data_is_refused_with_its_path
         objcomm.to_tensor([weight], codec="msgpack")
 
 
+class Evaluation(Exception):  # a user's
+    """Its ``__init__`` takes other arguments than its base gets."""
+
+    def __init__(self, step: int, *, metric: str) -> None:
+        super().__init__(f"{metric} at step {step}")
+        self.step = step
+
+
+class Reduced(Evaluation):
+    """Says itself how it is pickled."""
+
+    def __reduce__(self) -> Any:
+        return _reduced, (self.step,)
+
+
+def _reduced(step: int) -> Reduced:
+    return Reduced(step, metric="loss")
+
+
+objcomm.register(Evaluation, name="tests.Evaluation")
+objcomm.register(Reduced, encode=lambda error: error.step, decode=_reduced, name="tests.Reduced")
+
+
+@pytest.mark.parametrize("kind", [Evaluation, Reduced])
+def test_an_exception_arrives_with_all_that_led_to_it(codec: str, kind: Any) -> None:
+    cause = ImportError("no", name="torch", path="/p")
+    cause.__context__ = FileNotFoundError(2, "gone", "a", None, "b")
+    error = kind(3, metric="loss")
+    error.__cause__ = cause
+    error.__context__ = cause
+    error.add_note("on rank 1")
+    got = objcomm.from_tensor(objcomm.to_tensor([error], codec=codec))[0]
+    assert type(got) is kind
+    assert (str(got), got.step) == ("loss at step 3", 3)
+    assert (codec == "msgpack" and kind is Reduced) or got.__notes__ == ["on rank 1"]
+    assert got.__cause__ is got.__context__
+    assert got.__suppress_context__
+    assert (got.__cause__.name, got.__cause__.path) == ("torch", "/p")
+    assert str(got.__cause__.__context__) == str(cause.__context__)
+
+
+def _changed(error: Any, **changes: object) -> Any:
+    for name, value in changes.items():
+        setattr(error, name, value)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: ModuleNotFoundError("no", name="m"), ["name", "path", "msg"]),
+        (lambda: AttributeError("no", name="m"), ["name"]),
+        (lambda: NameError("no", name="m"), ["name"]),
+        (lambda: BlockingIOError(11, "x", 5), ["characters_written"]),
+        (lambda: _changed(StopIteration(4), value=5), ["value", "args"]),
+        (lambda: _changed(ValueError("x"), code=3), ["code"]),
+        (lambda: _changed(OSError(2, "x"), filename="f"), ["filename", "errno", "strerror"]),
+    ],
+)
+def test_what_a_builtin_exception_keeps_beside_its_arguments_arrives(
+    codec: str, make: Callable[[], Any], names: list[str]
+) -> None:
+    got = objcomm.from_tensor(objcomm.to_tensor(make(), codec=codec))
+    for name in names:
+        assert getattr(got, name) == getattr(make(), name)
+
+
+def test_an_exception_in_the_arguments_of_the_next_is_encoded_once(codec: str) -> None:
+    error: Exception = ValueError("first")
+    for turn in range(60):
+        outer = RuntimeError(turn, error)
+        outer.__cause__ = outer.__context__ = error
+        error = outer
+    got = objcomm.from_tensor(objcomm.to_tensor(error, codec=codec))
+    assert got.__cause__ is got.args[1]
+
+
+def test_positions_that_were_changed_after_an_error_was_made_are_refused_by_plain_data() -> None:
+    error = _changed(SyntaxError("m", ("f", 1, 2, "t", 1, 3)), lineno=7)
+    assert objcomm.from_tensor(objcomm.to_tensor(error)).lineno == 7
+    with pytest.raises(EncodeError, match="'lineno' was changed"):
+        objcomm.to_tensor([error], codec="msgpack")
+
+
 def test_what_is_decoded_is_writable_and_aligned(codec: str) -> None:
     for size in (1, 1000, 100_000):
         sent = objcomm.to_tensor([torch.ones(size), np.ones(size), bytearray(size)], codec=codec)

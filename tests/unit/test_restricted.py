@@ -374,3 +374,25 @@ def test_what_makes_objects_of_any_bytes_cannot_be_listed() -> None:
     for kind in (np.ndarray, np.dtype, "numpy.ndarray"):
         with pytest.raises(objcomm.UsageError, match="any message could end this process"):
             objcomm.from_tensor(objcomm.to_tensor(1), allow=[kind])
+
+
+class Evaluation(Exception):  # a user's
+    def __init__(self, step: int, *, metric: str) -> None:
+        super().__init__(metric)
+        self.step = step
+
+
+def test_an_exception_and_what_led_to_it_are_admitted_by_their_classes() -> None:
+    error = Evaluation(3, metric="loss")
+    error.__cause__ = OSError(2, "gone", "file")
+    error.add_note("on rank 1")
+    stream = objcomm.to_tensor(error)
+    with objcomm.configure(allow=[Evaluation, FileNotFoundError]):
+        got = objcomm.from_tensor(stream)
+    assert (type(got), got.step, got.__notes__) == (Evaluation, 3, ["on rank 1"])
+    assert str(got.__cause__) == str(error.__cause__)
+    with (
+        objcomm.configure(allow=[Evaluation]),
+        pytest.raises(ForbiddenTypeError, match="FileNotFoundError"),
+    ):
+        objcomm.from_tensor(stream)

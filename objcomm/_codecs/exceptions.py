@@ -1,0 +1,210 @@
+"""Exceptions taken apart, and put together without a call of ``__init__``.
+
+Python's own way calls the class with ``args`` again. That fails for a class whose ``__init__``
+takes other arguments than it passes to its base, and it loses ``__cause__`` and ``__context__``.
+Here the builtin base makes it of its own arguments, and all else is set as it was. Not carried:
+tracebacks, whose frames hold other objects, and an AttributeError's ``obj``, as in Python itself.
+"""
+
+import builtins
+import copyreg
+import functools
+import types
+from typing import Any, NamedTuple
+
+from objcomm.errors import DecodeError, ForbiddenTypeError, shown
+
+_NAME = "exception"
+
+BUILTIN_ERRORS = {
+    name: value
+    for name, value in vars(builtins).items()
+    if isinstance(value, type) and issubclass(value, BaseException) and value.__name__ == name
+}
+_BUILTIN = frozenset(BUILTIN_ERRORS.values())
+
+# What is set apart from the fields below, or not at all.
+_NO_FIELDS = {"args", "message", "exceptions", "obj"}
+#: Their positions are only right together, and CPython 3.11 reads memory at whatever it was given.
+FIXED = (UnicodeError, SyntaxError)
+
+
+# Cause, context, and whether the context is hidden; a plain tuple, which every stream may hold.
+Links = tuple[BaseException | None, BaseException | None, bool]
+
+
+class Parts(NamedTuple):
+    """All of an exception but its class.
+
+    Attributes:
+        made_of: what its builtin base makes it of.
+        args: None where making it gives the same.
+        fields: what the interpreter, or a class with slots, keeps beside ``__dict__``, where making
+            it gives something else.
+        attributes: its ``__dict__``, notes included.
+        links: what led to it; None where nothing did.
+    """
+
+    made_of: tuple[Any, ...]
+    args: tuple[Any, ...] | None
+    fields: dict[str, Any]
+    attributes: dict[str, Any]
+    links: Links | None
+
+
+@functools.lru_cache(maxsize=256)
+def _base(kind: Any) -> type[BaseException]:
+    """The builtin exception whose memory an instance begins with."""
+    return kind if kind in _BUILTIN else _base(kind.__base__)
+
+
+@functools.lru_cache(maxsize=256)
+def _fields(kind: Any) -> dict[str, Any]:
+    """The descriptors of what an instance keeps beside ``__dict__``."""
+    own = (types.MemberDescriptorType, types.GetSetDescriptorType)
+    found = {
+        name: descriptor
+        for each in _base(kind).__mro__
+        for name, descriptor in vars(each).items()
+        if isinstance(descriptor, own) and name not in _NO_FIELDS and not name.startswith("_")
+    }
+    for each in kind.__mro__:
+        for name in copyreg._slotnames(kind):  # type: ignore[attr-defined]  # noqa: SLF001  # as pickle does
+            if isinstance(descriptor := vars(each).get(name), types.MemberDescriptorType):
+                found.setdefault(name, descriptor)
+    return found
+
+
+def is_rebuilt_by_args(kind: Any) -> bool:
+    """Whether its class leaves it to Python how it is pickled."""
+    base = _base(kind)
+    names = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
+    return kind not in copyreg.dispatch_table and all(
+        getattr(kind, name) is getattr(base, name) for name in names
+    )
+
+
+def links_of(error: BaseException) -> Links | None:
+    """What led to it; None where nothing did."""
+    links = error.__cause__, error.__context__, error.__suppress_context__
+    is_alone = links[0] is links[1] is None
+    return None if is_alone and not links[2] else links
+
+
+def take_apart(error: BaseException) -> Parts:
+    """What ``make`` and ``complete`` take.
+
+    Raises:
+        Exception: its base refuses to make another one, as that of an extension's class may.
+    """
+    made_of = args = error.args
+    if isinstance(error, OSError):
+        made_of = OSError.__reduce__(error)[1]  # type: ignore[assignment]  # with the file's name
+    elif isinstance(error, BaseExceptionGroup) and args[:1] != (error.message,):
+        made_of = error.message, list(error.exceptions)
+    kind: Any = type(error)
+    another = make(kind, made_of)
+    fields = {}
+    for name, descriptor in _fields(kind).items():
+        value, usual = (_value(descriptor, each) for each in (error, another))
+        if value is not _NOTHING and not _is_same(value, usual):
+            fields[name] = value
+    is_same = len(args) == len(another.args) and all(map(_is_same, args, another.args))
+    return Parts(made_of, None if is_same else args, fields, vars(error), links_of(error))
+
+
+_NOTHING = object()
+
+
+def _value(descriptor: Any, error: BaseException) -> Any:
+    try:
+        return descriptor.__get__(error)
+    except AttributeError:
+        return _NOTHING
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    return value is other or (type(value) is type(other) is int and value == other)
+
+
+def make(kind: Any, made_of: tuple[Any, ...]) -> BaseException:
+    """An exception as its builtin base alone makes it."""
+    base = _base(kind)
+    error: BaseException = base.__new__(kind, *made_of)
+    base.__init__(error, *made_of)
+    return error
+
+
+def complete(error: BaseException, rest: tuple[Any, ...]) -> None:
+    """Set all that ``make`` did not.
+
+    Args:
+        error: what it made.
+        rest: all fields of ``Parts`` but the first.
+    """
+    args, fields, attributes, links = rest
+    if args is not None:
+        error.args = args
+    kind: Any = type(error)
+    descriptors = _fields(kind)
+    for name, value in fields.items():
+        descriptors[name].__set__(error, value)
+    vars(error).update(attributes)
+    _link(error, links)
+
+
+def complete_with_state(error: BaseException, rest: tuple[Any, ...]) -> None:
+    """Likewise for a class that says itself how it is pickled.
+
+    Args:
+        error: what the class made.
+        rest: the state that it is to be given, its notes and its links; None where there is none.
+    """
+    state, notes, links = rest
+    if state is not None:
+        error.__setstate__(state)
+    if notes is not None:
+        error.__notes__ = notes
+    _link(error, links)
+
+
+def _link(error: BaseException, links: Links | None) -> None:
+    if links is not None:
+        error.__cause__, error.__context__, error.__suppress_context__ = links
+
+
+def check_parts(error: Any, rest: tuple[Any, ...]) -> None:
+    """Refuse what ``complete`` must not be given.
+
+    Raises:
+        DecodeError: these are no parts of an exception.
+        ForbiddenTypeError: they set what only Python sets.
+    """
+    if len(rest) != len(Parts._fields) - 1:
+        raise DecodeError(_NAME, "an exception is not completed by these parts")
+    args, fields, attributes, links = rest
+    kind: Any = type(error)
+    is_plain = isinstance(error, BaseException) and type(fields) is type(attributes) is dict
+    if not is_plain or (args is not None and type(args) is not tuple):
+        raise DecodeError(_NAME, "an exception is not completed by these parts")
+    for name in fields:
+        if name not in _fields(kind) or isinstance(error, FIXED):
+            raise ForbiddenTypeError(_NAME, f"an exception's own {shown(name)} is set")
+    for name, value in attributes.items():
+        is_notes = name == "__notes__" and type(value) is list
+        if is_notes and all(type(note) is str for note in value):  # a range would be walked
+            continue
+        if type(name) is not str or name.startswith("__"):
+            raise ForbiddenTypeError(_NAME, f"an exception's own {shown(name)} is set")
+    check_links(links)
+
+
+def check_links(links: Any) -> None:
+    """Likewise for links alone."""
+    if links is None:
+        return
+    is_links = type(links) in {list, tuple} and len(links) == 3  # noqa: PLR2004  # see Links
+    if not is_links or type(links[2]) is not bool:
+        raise DecodeError(_NAME, "the cause of an exception is not told by three parts")
+    if not all(each is None or isinstance(each, BaseException) for each in links[:2]):
+        raise DecodeError(_NAME, "the cause of an exception is none")
