@@ -5,6 +5,7 @@ Buffers travel as they are, from the sender's memory into memory that the receiv
 """
 
 import dataclasses
+import functools
 import re
 import threading
 import types
@@ -288,7 +289,16 @@ def members(obj: Any) -> Iterator[tuple[str, Any]]:
         yield from zip(steps, obj, strict=True)
     elif isinstance(obj, (set, frozenset)):
         yield from ((f" member {value!r}", value) for value in obj)
+    elif getattr(getattr(obj, "dtype", None), "hasobject", False):
+        yield from ((f".flat[{at}]", member) for at, member in enumerate(obj.flat))
     elif not isinstance(obj, type):
+        if isinstance(obj, BaseException):
+            yield from ((f".args[{at}]", member) for at, member in enumerate(obj.args))
+            yield from ((".__cause__", obj.__cause__), (".__context__", obj.__context__))
+        elif isinstance(obj, functools.partial):
+            yield ".func", obj.func
+            yield from ((f".args[{at}]", member) for at, member in enumerate(obj.args))
+            yield from ((f".keywords[{name!r}]", value) for name, value in obj.keywords.items())
         yield from _attributes(obj)
 
 

@@ -1,6 +1,7 @@
 """Codecs in one process: what they carry, what they refuse, and what they cost."""
 
 import collections
+import functools
 import gc
 import threading
 import weakref
@@ -77,6 +78,27 @@ def test_a_refusal_names_the_member_and_where_it_sits(codec: str, path: str) -> 
     assert error.reason
     for told in (codec, path, "lock"):
         assert told in str(error)
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda lock: ValueError(1, lock), "obj[0].args[1]"),
+        (
+            lambda lock: _changed(ValueError(1), __cause__=ValueError(lock)),
+            "obj[0].__cause__.args[0]",
+        ),
+        (lambda lock: functools.partial(print, 1, lock), "obj[0].args[1]"),
+        (lambda lock: functools.partial(print, end=lock), "obj[0].keywords['end']"),
+        (lambda lock: np.array([[1, lock]], object), "obj[0].flat[1]"),
+    ],
+)
+def test_a_refusal_names_the_place_in_what_is_no_container(
+    make: Callable[[Any], Any], path: str
+) -> None:
+    with pytest.raises(EncodeError) as caught:
+        objcomm.to_tensor([make(threading.Lock())])
+    assert (caught.value.path, caught.value.type_name) == (path, "lock")
 
 
 class _Secretive(type):
