@@ -194,3 +194,22 @@ def test_what_a_section_explains_finds_it_first(site: Path) -> None:
     missed = misses(site, wanted)
     assert len(wanted) > _FEWEST_TEXTS
     assert not missed, "\n".join(missed)
+
+
+def test_a_typed_word_finds_a_guide_first(site: Path) -> None:
+    wanted = {
+        "performance": "guide/performance/",
+        "bcast": "migrating/",
+        "allgather": "migrating/",
+        "on_main_process": "migrating/",
+        "jupyter": "guide/starting/",
+        "EADDRINUSE": "guide/starting/",
+        "HF Trainer": "migrating/accelerate/",
+    }
+    first = dict(zip(wanted, found(site, list(wanted)), strict=True))
+    missed = {
+        word: first[word][:2]
+        for word, page in wanted.items()
+        if not "".join(first[word][:1]).startswith(page)
+    }
+    assert not missed

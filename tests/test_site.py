@@ -6,6 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from mkdocs.config import load_config
 
 from tests.public_names import PUBLIC
 from tests.site import build, have_class, page, text_of
@@ -99,3 +100,11 @@ def test_the_index_is_in_the_order_of_the_alphabet(site: Path) -> None:
 
 def test_the_reference_shows_nothing_private(site: Path) -> None:
     assert not [name for name in entries(site) if re.search(r"\._(?!_)", name)]
+
+
+def test_what_python_has_compiled_is_not_published() -> None:
+    """The hook's own folder, which Python writes beside the pages after a build has begun."""
+    loaded = load_config(str(Path(__file__).parents[1] / "mkdocs.yml"))
+    assert loaded.exclude_docs is not None
+    assert loaded.exclude_docs.match_file("__pycache__/names.cpython-311.pyc")
+    assert not loaded.exclude_docs.match_file("errors.md")
