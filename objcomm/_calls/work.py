@@ -140,6 +140,9 @@ class Work(Generic[T_co]):
         self._future.set_running_or_notify_cancel()  # nobody can cancel what others take part in
         self._future.add_done_callback(self._ended.set)
 
+    def __dir__(self) -> list[str]:
+        return [name for name in object.__dir__(self) if name[0] != "_" or name[:2] == "__"]
+
     def __repr__(self) -> str:
         state = "in flight" if not self.done() else "failed" if self._error() else "done"
         return f"<objcomm.Work: {self.operation} at {self.call_site}, {state}>"

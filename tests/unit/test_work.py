@@ -302,3 +302,11 @@ def test_an_accelerator_that_cannot_be_asked_changes_nothing(
     work: Work[int] = Work("gather", PLACE)
     work.carry_out_on(SerialExecutor("test line"), lambda: 3)
     assert work.wait(LIMIT_S) == 3
+
+
+def test_dir_shows_what_is_public() -> None:
+    work = objcomm.all_gather(1, async_op=True)
+    work.wait()
+    shown = {name for name in dir(work) if name[:2] != "__"}
+    assert shown >= {"wait", "done", "cancel", "operation", "call_site"}
+    assert not [name for name in shown if name.startswith("_")]
