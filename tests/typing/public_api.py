@@ -30,7 +30,7 @@ class Config:
         return Config(self.lr + other.lr)
 
 
-class OwnLoader(DataLoader[int]):
+class ShuffledLoader(DataLoader[int]):
     """A user's own kind of loader."""
 
 
@@ -429,7 +429,7 @@ def models(model: torch.nn.Module) -> None:
     usual: DataLoader[Any] = objcomm.loader([1, 2], batch_size=2, shuffle=True)
     objcomm.loader([1, 2], shuffle=True).sampler.set_epoch(1)
     assert len(usual) == 1
-    assert_type(objcomm.loader([1, 2], klass=OwnLoader), OwnLoader)
+    assert_type(objcomm.loader([1, 2], klass=ShuffledLoader), ShuffledLoader)
 
 
 def failures(error: objcomm.CollectiveError) -> None:
