@@ -721,3 +721,13 @@ OPERATORS_ELSEWHERE = {
     "mul": "prod",
     "product": "prod",
 }
+
+#: What an error answers to a keyword of another library.
+KEYWORDS_ELSEWHERE = {
+    "dest": "dst=",
+    "group_dest": "group_dst=",
+    "group_source": "group_src=",
+    "root": "src= or dst=",
+    "root_rank": "src= or dst=",
+    "source": "src=",
+}

@@ -340,9 +340,7 @@ class DesyncError(WireError):
         where = ", but ".join(each) if len(each) <= _PAIR else "; ".join(each)
         advice = "; every rank must make the same calls in the same order"
         if self.reason == NO_MATCH or any(each.unmatched for each in self.positions.values()):
-            advice = (
-                "; let one of two send first, with the tag that the other takes, or use sendrecv"
-            )
+            advice = "; let one send first, with the tag that the other takes, or use sendrecv"
         if self.reason == OTHER_LINES:
             advice += ", or give two lines that belong together the same name="
         return f"ranks are out of step ({self.reason}): {where}{advice}"

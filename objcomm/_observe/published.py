@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError
 from types import FunctionType, ModuleType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from objcomm._config import shows_full_tracebacks
+from objcomm._config import KEYWORDS_ELSEWHERE, shows_full_tracebacks
 from objcomm._observe.tracing import keep_eager
 from objcomm._wire.failure_message import is_own
 from objcomm.errors import ObjcommError
@@ -67,11 +67,20 @@ def folded(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*args, **kwargs)
         except BaseException as error:
+            _name_keywords(error, kwargs)
             fold(error)
             raise  # without a value, it adds no frame of its own
 
     keep_eager([public])  # before it is dressed: dynamo looks at the code of what it wraps
     return functools.update_wrapper(public, function)
+
+
+def _name_keywords(error: BaseException, given: Mapping[str, object]) -> None:
+    """Say the right words, where a call did not begin because of keywords of another library."""
+    has_begun = error.__traceback__ is None or error.__traceback__.tb_next is not None
+    if isinstance(error, TypeError) and not has_begun:
+        for name in given.keys() & KEYWORDS_ELSEWHERE.keys():
+            error.add_note(f"{name}= is called {KEYWORDS_ELSEWHERE[name]} in objcomm")
 
 
 def fold(error: BaseException) -> None:

@@ -63,6 +63,28 @@ CALLS: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "word", "named"),
+    [("send", "dest", "dst="), ("recv", "source", "src="), ("broadcast", "root", "src= or dst=")],
+)
+def test_a_keyword_of_another_library_is_answered_with_the_right_one(
+    name: str, word: str, named: str
+) -> None:
+    operation = getattr(objcomm, name)
+    with pytest.raises(TypeError, match=word) as caught:
+        operation(**{word: 0})
+    assert caught.value.__notes__ == [f"{word}= is called {named} in objcomm"]
+
+
+def test_a_type_error_of_what_was_called_gets_no_such_note() -> None:
+    def wrong() -> None:
+        raise TypeError
+
+    with pytest.raises(TypeError) as caught:
+        objcomm.run_on_main(wrong)
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_errors_show_the_programs_own_lines(name: str) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011  # of any class
         CALLS[name]()

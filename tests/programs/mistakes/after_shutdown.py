@@ -2,9 +2,7 @@
 
 ranks: 2
 all: UsageError
-    says all_gather: … shutdown
-    says @shutdown
-    never call objcomm.init
+    says all_gather: … before objcomm.shutdown
 """
 
 import objcomm

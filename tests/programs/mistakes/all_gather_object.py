@@ -3,7 +3,6 @@
 ranks: 2
 all: AttributeError
     says all_gather_object … all_gather
-    says objcomm.compat.torch
 """
 
 import objcomm

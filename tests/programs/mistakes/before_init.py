@@ -2,7 +2,7 @@
 
 ranks: 2
 all: UsageError
-    says all_gather: … call objcomm.init
+    says all_gather: … objcomm.init
 """
 
 import objcomm

@@ -2,9 +2,8 @@
 
 ranks: 2
 1: DesyncError
-    says rank 1 … recv … tag=0 … at @recv | rank 1 … recv … tag 0 … at @recv
-    says rank 0 … tag 5
-    says tag=5
+    says rank 1 … recv … at @recv … takes tag=0
+    says tag=5 from rank 0
     says tag=None
     never every rank must make the same calls in the same order
 0: any

@@ -2,7 +2,7 @@
 
 ranks: 1, by hand
 all: UsageError
-    says WORLD_SIZE=2 … call objcomm.init
+    says WORLD_SIZE=2 … objcomm.init
     never torchrun has started
 """
 
