@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import objcomm
-from objcomm import _config
+from objcomm import _config, models
 from objcomm._calls import call
 from objcomm.compat import axolotl, flashy, speechbrain
 from objcomm.compat import torch as compat_torch
@@ -62,7 +62,6 @@ CALLS: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize(
     ("name", "word", "named"),
     [("send", "dest", "dst="), ("recv", "source", "src="), ("broadcast", "root", "src= or dst=")],
@@ -77,14 +76,16 @@ def test_a_keyword_of_another_library_is_answered_with_the_right_one(
 
 
 def test_a_type_error_of_what_was_called_gets_no_such_note() -> None:
-    def wrong() -> None:
-        raise TypeError
+    def refuse(*_: object, root: int, **__: object) -> None:
+        raise TypeError(root)
 
     with pytest.raises(TypeError) as caught:
-        objcomm.run_on_main(wrong)
+        models.loader([1], klass=refuse, root=1)
+    assert caught.value.args == (1,)
     assert not hasattr(caught.value, "__notes__")
 
 
+@pytest.mark.parametrize("name", CALLS)
 def test_errors_show_the_programs_own_lines(name: str) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011  # of any class
         CALLS[name]()
