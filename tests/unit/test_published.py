@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import objcomm
-from objcomm import _config, models
+from objcomm import _config
 from objcomm._calls import call
 from objcomm.compat import axolotl, flashy, speechbrain
 from objcomm.compat import torch as compat_torch
@@ -80,7 +80,7 @@ def test_a_type_error_of_what_was_called_gets_no_such_note() -> None:
         raise TypeError(root)
 
     with pytest.raises(TypeError) as caught:
-        models.loader([1], klass=refuse, root=1)
+        objcomm.loader([1], klass=refuse, root=1)
     assert caught.value.args == (1,)
     assert not hasattr(caught.value, "__notes__")
 
