@@ -185,7 +185,8 @@ def sent_at(error: "DecodeError", origin: "Position") -> "DecodeError":
 def not_accepted(codec: str, accepted: Collection[str]) -> DecodeError:
     """The error of a message whose codec its receiver does not accept."""
     names = ", ".join(sorted(accepted)) or "no codec"
-    return DecodeError(codec, f"this rank accepts only {names}")
+    cure = "give both ranks the same codec=, or name this one in accept= here"
+    return DecodeError(codec, f"this rank accepts only {names}; {cure}")
 
 
 class ForbiddenTypeError(DecodeError):
@@ -412,7 +413,7 @@ class BrokenGroupError(TransportError):
     """objcomm's connections of this group ended before: by an error, or because a rank left.
 
     Attributes:
-        reason: the error that told so first.
+        reason: the error that reported it first.
     """
 
     def __init__(self, operation: str, reason: str) -> None:
@@ -603,12 +604,13 @@ def name_of(kind: type, attribute: str = "__name__") -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """``Type: message`` for an error's text; never raises, whatever its own ``__str__`` does."""
+    """``Type: message``, or the type alone; never raises, whatever its own ``__str__`` does."""
     kind = name_of(type(error))
     try:
-        return f"{kind}: {error}"
+        text = str(error)
     except BaseException as second:  # noqa: BLE001  # a user's __str__ may even exit
-        return f"{kind}: <its __str__ raised {name_of(type(second))}>"
+        text = f"<its __str__ raised {name_of(type(second))}>"
+    return f"{kind}: {text}" if text else kind
 
 
 def shown(received: object) -> str:

@@ -432,7 +432,7 @@ def _joined(
     except (RuntimeError, ValueError, TimeoutError) as error:
         shutdown()
         absent = error.missing if isinstance(error, _NotComeError) else ()
-        # What is private tells nothing more than the text.
+        # The private error says no more than the text.
         cause = error.__cause__ if isinstance(error, _NotComeError) else error
         raise StartError(place.rank, place.world_size, address, str(error), absent) from cause
     return Start(
@@ -487,7 +487,7 @@ def _store(place: Placement, limit: timedelta | None, *, is_agents: bool) -> "di
 def _await_host(place: Placement, seconds: float) -> None:
     """Return when somebody takes connections where the ranks meet.
 
-    Torch's store waits for that in C++: it heeds no Ctrl-C, and tells why by a page of its frames.
+    Torch's store waits for that in C++: Ctrl-C does not end it, and its error is a page of frames.
 
     Raises:
         TimeoutError: nobody does.

@@ -205,6 +205,6 @@ def check_links(links: Any) -> None:
         return
     is_links = type(links) in {list, tuple} and len(links) == 3  # noqa: PLR2004  # see Links
     if not is_links or type(links[2]) is not bool:
-        raise DecodeError(_NAME, "the cause of an exception is not told by three parts")
+        raise DecodeError(_NAME, "the links of an exception are not three parts")
     if not all(each is None or isinstance(each, BaseException) for each in links[:2]):
-        raise DecodeError(_NAME, "the cause of an exception is none")
+        raise DecodeError(_NAME, "the cause of an exception is not an exception")

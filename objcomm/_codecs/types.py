@@ -258,11 +258,11 @@ def set_attributes(tensor: Any, attributes: Any) -> torch.Tensor:
     """Give a received tensor the attributes that its sender's program gave it.
 
     Raises:
-        DecodeError: it is no tensor, or they are no mapping.
-        ForbiddenTypeError: one of them would hide what is a tensor's own.
+        DecodeError: it is not a tensor, or they are not a mapping.
+        ForbiddenTypeError: one of them would hide an attribute that every tensor has.
     """
     if not isinstance(tensor, torch.Tensor) or type(attributes) is not dict:
-        raise DecodeError(_NAME, "attributes are set on what is no tensor")
+        raise DecodeError(_NAME, "attributes are set on an object that is not a tensor")
     for name in attributes:
         if type(name) is not str or hasattr(torch.Tensor, name):
             raise ForbiddenTypeError(_NAME, f"a tensor's own {shown(name)} is set")

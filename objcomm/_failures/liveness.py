@@ -146,7 +146,7 @@ class Processes:
         return self._known.get(rank)
 
     def calls_of(self, rank: int, mesh: int) -> GroupCalls | None:
-        """What a rank has told of its calls over a mesh, once it needs that no longer."""
+        """The calls that a rank made over a mesh, published when it needs the mesh no longer."""
         process = self._known.get(rank)
         calls = () if process is None else process.calls
         return next((each for each in calls if each.mesh == mesh), None)

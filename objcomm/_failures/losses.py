@@ -228,10 +228,10 @@ def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
 
 
 def _left(mesh: Mesh) -> dict[int, GroupCalls]:
-    """The members that have left, as they have told, with the calls that they had made."""
+    """The members that have said that they leave, with the calls that they had made."""
     calls_of, number = mesh.board_thread.processes.calls_of, mesh.number
-    told = {peer: calls_of(mesh.ranks[peer], number) for peer in mesh.others}
-    return {peer: calls for peer, calls in told.items() if calls is not None}
+    found = {peer: calls_of(mesh.ranks[peer], number) for peer in mesh.others}
+    return {peer: calls for peer, calls in found.items() if calls is not None}
 
 
 def is_circle_of_the_dead(board: Board, meshes: Sequence[Mesh], conflict: Deadlock) -> bool:

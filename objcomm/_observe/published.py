@@ -1,7 +1,7 @@
 """Public functions and classes as users see them: their names, and the tracebacks of their errors.
 
-A traceback has the program's own frames, and not objcomm's: a user's line and the error are what is
-to be read. Between them would be 6 to 12 frames, and as many for each error that led to it.
+A traceback has the program's own frames, and not objcomm's: the reader wants the line of the call
+and the error. Between them would be 6 to 12 frames, and as many for each error that led to it.
 """
 
 import functools

@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 import sysconfig
+import threading
 from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
@@ -95,7 +96,10 @@ class StackSampler:
 
 
 def frames_by_thread() -> dict[int, FrameType]:
-    """The innermost frame of each thread, found without a garbage collection meanwhile.
+    """The innermost frame of each other thread, found without a garbage collection meanwhile.
+
+    The calling thread's is left out: a caller that keeps the result in a variable would be in a
+    cycle with it, and what threads have in their variables would live until the next collection.
 
     Before 3.11.9 Python keeps a lock for it that a thread which ends waits for, together with the
     interpreter's own. A collection that gives the latter away, as a tensor's destructor does, is
@@ -105,7 +109,9 @@ def frames_by_thread() -> dict[int, FrameType]:
     is_collecting = gc.isenabled()
     gc.disable()
     try:
-        return sys._current_frames()  # noqa: SLF001  # documented by CPython
+        frames = sys._current_frames()  # noqa: SLF001  # documented by CPython
+        del frames[threading.get_ident()]
+        return frames
     finally:
         if is_collecting:
             gc.enable()

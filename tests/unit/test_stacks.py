@@ -1,7 +1,9 @@
 """Which line of the program a thread is on, whatever lies further in."""
 
 import concurrent.futures
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,6 +63,32 @@ def test_of_a_thread_of_packages_alone_the_innermost_line_is_told() -> None:
         (found,) = StackSampler().sample([number], 0.0)
     assert "concurrent/futures/thread.py:" in found.line.replace("\\", "/")
     assert found.function == "_worker"
+
+
+def test_a_sample_keeps_nothing_that_a_thread_has_in_its_variables() -> None:
+    class Kept:
+        pass
+
+    begun, end = threading.Event(), threading.Event()
+    alive: list[weakref.ref[Kept]] = []
+
+    def hold() -> None:
+        kept = Kept()
+        alive.append(weakref.ref(kept))
+        begun.set()
+        end.wait()
+
+    thread = threading.Thread(target=hold)
+    gc.disable()
+    try:
+        thread.start()
+        begun.wait()
+        StackSampler().sample([thread.ident or 0, threading.get_ident()], 0.0)
+        end.set()
+        thread.join()
+        assert alive[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_thread_that_has_ended_is_nowhere(waiting: int) -> None:

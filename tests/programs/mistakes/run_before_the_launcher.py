@@ -2,7 +2,7 @@
 
 ranks: 1, by hand
 all: any
-    says torchrun … -m objcomm.run train.py
+    says torchrun … comes first
 """
 
 import runpy
