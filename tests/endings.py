@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, Self
 
 from tests.hosts import free_port
@@ -200,4 +200,7 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()  # each rank would look at torch's objects once more at its end
     if (code := _serve()) is not None:
-        exec(code, {"__name__": "__main__", "__file__": code.co_filename})  # noqa: S102  # our own
+        program = ModuleType("__main__")  # in sys.modules, as a program's own is
+        program.__file__ = code.co_filename
+        sys.modules["__main__"] = program
+        exec(code, vars(program))  # noqa: S102  # our own

@@ -473,8 +473,7 @@ def _store(place: Placement, limit: timedelta | None, *, is_agents: bool) -> "di
         )
 
     try:
-        if not is_host:
-            _await_host(place, timeout.total_seconds())
+        _await_host(place, timeout.total_seconds(), is_host=is_host)
         # Torch (2.13) waits without end for another program that listens there and says nothing.
         return done_within(_LONGER * timeout.total_seconds(), make, lambda _: None)
     except (RuntimeError, TimeoutError) as error:
@@ -484,8 +483,8 @@ def _store(place: Placement, limit: timedelta | None, *, is_agents: bool) -> "di
         raise _NotComeError(reason, (0,)) from error
 
 
-def _await_host(place: Placement, seconds: float) -> None:
-    """Return when somebody takes connections where the ranks meet.
+def _await_host(place: Placement, seconds: float, *, is_host: bool) -> None:
+    """Return when somebody takes connections where the ranks meet, or this rank is about to.
 
     Torch's store waits for that in C++: Ctrl-C does not end it, and its error is a page of frames.
 
@@ -497,7 +496,11 @@ def _await_host(place: Placement, seconds: float) -> None:
     while True:
         left = began + seconds - time.monotonic()
         try:
-            socket.create_connection((place.host, place.port), min(max(left, 0.1), 1.0)).close()
+            if is_host:  # torch connects to its own store by that name
+                socket.getaddrinfo(place.host, place.port)
+            else:
+                limit = min(max(left, 0.1), 1.0)
+                socket.create_connection((place.host, place.port), limit).close()
         except socket.gaierror as error:
             reason = f"the name {place.host!r} can't be resolved: {error.strerror}"
         except OSError as error:
