@@ -30,6 +30,7 @@ _NUMPY = ("numpy", "numpy.ma", "numpy.ma.core")
 
 # What an object's ``__reduce_ex__`` gives.
 _PARTS = ("'s class", "'s arguments", "'s state", "'s items", "'s items", "'s setter")
+_STATE = 2
 
 _texts = reprlib.Repr()
 _texts.maxother = _texts.maxstring = _texts.maxlong = _MAX_TEXT
@@ -134,7 +135,7 @@ class _Comparison:
             return None
         # What pickle would save is all that an object holds; it also finds nan beside nan.
         try:
-            mine, theirs = left.__reduce_ex__(_PROTOCOL), right.__reduce_ex__(_PROTOCOL)
+            mine, theirs = _reduced(left), _reduced(right)
         except TypeError:  # it can't be taken apart, and is another object
             return _unless(is_same=False, left=left, right=right, path=path)
         if isinstance(mine, str) or len(mine) != len(theirs):
@@ -142,6 +143,12 @@ class _Comparison:
         parts = zip(_PARTS, map(_listed, mine), map(_listed, theirs), strict=False)
         found = self._first(parts, path)
         return _unless(found is None, left, right, path) if has_equality else found
+
+
+def _reduced(obj: Any) -> Any:
+    """What pickle would save; an exception's ``__dict__`` is there once it was looked at."""
+    reduced = obj.__reduce_ex__(_PROTOCOL)
+    return reduced[:_STATE] if reduced[_STATE:] == ({},) else reduced
 
 
 def _are_same_classes(left: type, right: type) -> bool:

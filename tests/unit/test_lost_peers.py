@@ -62,7 +62,12 @@ def test_a_limit_that_passes_as_a_death_is_noticed_blames_nobody_else(
     link = SimpleNamespace(closed_by=lambda: [2])
     board_thread = SimpleNamespace(processes=processes)
     mesh: Any = SimpleNamespace(
-        ranks=(0, 1, 2), board_thread=board_thread, link=link, blamed_by=lambda _: ()
+        ranks=(0, 1, 2),
+        others=(1, 2),
+        number=0,
+        board_thread=board_thread,
+        link=link,
+        blamed_by=lambda _: (),
     )
     verdict = Verdict.of(cause, ranks=(2,), reason="its process has ended", is_store_silent=True)
     assert local(mesh, verdict, TransportTimeout("all_gather", (1,), 1.0)).ranks == ranks
@@ -73,7 +78,8 @@ def test_who_leaves_by_itself_is_told_in_its_own_words(cause: Cause) -> None:
     """That it lives, or has given up, is guessed of one whose connections were closed silently."""
     processes = Processes()
     processes.note(0, processes.own)
-    mesh: Any = SimpleNamespace(ranks=(0, 1), board_thread=SimpleNamespace(processes=processes))
+    board_thread = SimpleNamespace(processes=processes)
+    mesh: Any = SimpleNamespace(ranks=(0, 1), others=(0,), number=0, board_thread=board_thread)
     reason = "its program ended by ValueError: boo"
     told = by_name_here(mesh, Verdict.of(cause, ranks=(0,), reason=reason)).reason
     assert (told == reason) == (cause is Cause.LEFT)
