@@ -28,10 +28,11 @@ _EXAMPLES: dict[str, Any] = {
 _SHOWN = {  # texts whose gaps hold more than names
     "…: … on …, … on …": "value['lr']: 0.1 on rank 0, 0.2 on ranks 1 and 2",
     "… failed on …": "gather failed on rank 1: KeyError: 'loss'",
-    "… … in no call": (
-        "rank 3 is in no call; its last was gather (call 4) at train.py:41, 2.0 s ago"
+    "… … in no call…": (
+        "rank 3 is in no call, now at data.py:88 in load_shard (seen there for 1.2 s); its last "
+        "was gather (call 4) at train.py:41, 2.0 s ago"
     ),
-    "… … in no call; … last was …, … ago": (
+    "… … in no call…; … last was …": (
         "ranks 3-5 are in no call; their last was gather (call 4) at train.py:41, 1.8 to 2.0 s ago"
     ),
     "rank … has no such member; give it, or pass missing='skip'": (

@@ -502,18 +502,18 @@ def _await_host(place: Placement, seconds: float, *, is_host: bool) -> None:
                 limit = min(max(left, 0.1), 1.0)
                 socket.create_connection((place.host, place.port), limit).close()
         except socket.gaierror as error:
-            reason = f"the name {place.host!r} can't be resolved: {error.strerror}"
+            why = f"the name {place.host!r} can't be resolved: {error.strerror}"
         except OSError as error:
-            reason = f"nothing answers there: {error.strerror or error}"
+            why = f"nothing answers there: {error.strerror or error}"
         else:
             return
         if left <= 0:
-            raise TimeoutError(f"{reason}, for {seconds:g} s")
+            raise TimeoutError(why)
         if not is_said and time.monotonic() > began + REPORTED_AFTER_SECONDS:
             is_said = True
             log.warning(
                 "init: rank %d still waits for rank 0 at %s:%d; %s",
-                *(place.rank, place.host, place.port, reason),
+                *(place.rank, place.host, place.port, why),
             )
         time.sleep(min(max(left, 0), _KNOCK_SECONDS))
 

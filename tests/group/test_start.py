@@ -307,7 +307,7 @@ def test_ranks_that_do_not_come_are_an_error_with_the_address() -> None:
     assert (caught.value.rank, caught.value.world_size) == (1, 2)
     assert caught.value.address == f"127.0.0.1:{port}"
     assert "MASTER_PORT" in str(caught.value)
-    assert "nothing answers there: Connection refused, for 1 s" in str(caught.value)
+    assert "nothing answers there: Connection refused" in str(caught.value)
     assert not dist.is_initialized()
 
 
