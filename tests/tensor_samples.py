@@ -94,7 +94,7 @@ def _quietly(make: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def _with_attribute(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.label = {"kept": [1, (2,)]}  # type: ignore[attr-defined]
+    tensor.label = {"kept": [1, (2,)]}  # type: ignore[attr-defined]  # of a program's own
     return tensor
 
 

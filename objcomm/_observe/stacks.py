@@ -11,9 +11,10 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Collection
-from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
+
+from objcomm._wire.failure_message import is_own
 
 # Where packages are that were installed for another interpreter, as PYTHONPATH may name.
 _INSTALLED = tuple(f"{os.sep}{each}{os.sep}" for each in ("site-packages", "dist-packages"))
@@ -51,7 +52,6 @@ class StackSampler:
         self._last: dict[int, tuple[Running, float]] = {}
         paths = sysconfig.get_paths()
         library = {paths[each] for each in ("stdlib", "platstdlib", "purelib", "platlib")}
-        self._own = str(Path(__file__).parents[1]) + os.sep
         self._outside = (*(folder + os.sep for folder in library), "<frozen ")
 
     def sample(self, threads: Collection[int], now: float) -> tuple[Running, ...]:
@@ -81,13 +81,13 @@ class StackSampler:
         packaged = None
         while frame is not None:
             name = frame.f_code.co_filename
-            is_own = name.startswith(self._own) and not name.startswith(f"{self._own}demo")
+            is_objcomms = is_own(name)
             is_installed = name.startswith(self._outside) or any(
                 each in name for each in _INSTALLED
             )
-            if not (is_own or is_installed):
+            if not (is_objcomms or is_installed):
                 break
-            packaged = packaged or (None if is_own else frame)
+            packaged = packaged or (None if is_objcomms else frame)
             frame = frame.f_back
         frame = frame or packaged or innermost
         code = frame.f_code
