@@ -2,7 +2,7 @@
 
 ranks: 4
 0: any
-    says ranks 1-3 … left … @shutdown
+    says to rank … left … @shutdown
     never lost its network
     never died
     never rank 0 ended
