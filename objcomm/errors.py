@@ -218,6 +218,7 @@ class Position(NamedTuple):
             computing; empty where it waits in the call, or where nobody asked.
         line_seconds: since when the rank was found there each time it was asked.
         unmatched: what has come to a receive that it does not match, in words.
+        fingerprint: of what must agree besides, such as a named operator; 0 where nothing must.
     """
 
     rank: int
@@ -232,6 +233,7 @@ class Position(NamedTuple):
     line: str = ""
     line_seconds: float = 0.0
     unmatched: str = ""
+    fingerprint: int = 0
 
     def __str__(self) -> str:
         return self._with_others(())
@@ -245,11 +247,12 @@ class Position(NamedTuple):
         name = f" {self.name!r}" if self.name else ""
         return f"{self.operation}{name} (call {self.sequence}){root}{group}{where}"
 
-    def _with_others(self, others: "Collection[Position]") -> str:
+    def _with_others(self, others: "Collection[Position]", *, is_past: bool = False) -> str:
         """The text for this rank and others that are at the same place.
 
         Args:
             others: their positions; only ranks and seconds differ from this one's.
+            is_past: whether the text says what they called: they may have left that since.
         """
         together = (self, *others)
         listed = ranks_text([each.rank for each in together])
@@ -259,6 +262,11 @@ class Position(NamedTuple):
         if self.line:
             seen = _seconds_text([each.line_seconds for each in together])
             now = f", now at {self.line}" + f" (seen there for {seen})" * bool(seen)
+        if is_past and not self.operation:
+            return f"{listed} made no call{now}"
+        if is_past:
+            ago = f", {spent} ago" * bool(self.is_over and spent)
+            return f"{listed} {'last ' * self.is_over}called {self.call}{ago}{now}"
         if self.is_over and not self.operation:
             return f"{listed} {verb} in no call{now}"
         if self.is_over:
@@ -281,6 +289,8 @@ def whereabouts(
     silent: Collection[int] = (),
     foremost: Collection[int] = (),
     silent_seconds: float = 0.0,
+    *,
+    is_past: bool = False,
 ) -> list[str]:
     """Where ranks are, in their order: many that are at the same place are listed together.
 
@@ -289,21 +299,25 @@ def whereabouts(
         silent: ranks that did not answer.
         foremost: ranks whose places come first, if there are too many places to list all.
         silent_seconds: for how long they have not answered.
+        is_past: whether to say what they called, and first what the fewest did.
     """
     known = sorted(positions)
-    is_few = len(known) + len(silent) <= _FEW
+    is_few = len(known) + len(silent) <= _FEW and not is_past
     places: defaultdict[Hashable, list[Position]] = defaultdict(list)
     for each in known:
         rank = each.rank if is_few else -1
         places[each._replace(rank=rank, seconds=0.0, line_seconds=0.0)].append(each)
     told = [
-        ([each.rank for each in of], of[0]._with_others(of[1:]))  # noqa: SLF001  # of this module
+        (
+            [each.rank for each in of],
+            of[0]._with_others(of[1:], is_past=is_past),  # noqa: SLF001  # of this module
+        )
         for of in places.values()
     ]
     unheard = [[rank] for rank in silent] if is_few else [sorted(silent)] * bool(silent)
     since = f" for {silent_seconds:.1f} s" * bool(silent_seconds)
     told += [(ranks, f"{ranks_text(ranks)}: no answer{since} ({_SILENT})") for ranks in unheard]
-    told.sort(key=lambda each: each[0])
+    told.sort(key=lambda each: (len(each[0]) if is_past else 0, each[0]))
     if len(told) > _MOST_LINES:
         told.sort(key=lambda each: set(foremost).isdisjoint(each[0]))
     rest = [rank for ranks, _ in told[_MOST_LINES:] for rank in ranks]
@@ -314,6 +328,8 @@ def whereabouts(
 #: Why a DesyncError is raised for two calls that differ in nothing else.
 OTHER_LINES = "other lines"
 
+#: Why one is raised for ranks that wait for each other in calls that can't meet.
+CIRCLE = "each waits for another"
 
 #: Why one is raised for ranks that wait for each other's messages, or for those to be received.
 NO_MATCH = "each waits for another to send or receive"
@@ -327,7 +343,8 @@ class DesyncError(WireError):
 
     Attributes:
         reason: what differs.
-        positions: where each rank is that is known to differ, and this rank, by rank.
+        positions: what each rank called, by rank, as far as it could be asked; where ranks wait
+            for each other, the calls in which they do.
     """
 
     def __init__(self, reason: str, positions: Iterable[Position]) -> None:
@@ -337,7 +354,8 @@ class DesyncError(WireError):
         self.positions = {position.rank: position for position in listed}
 
     def __str__(self) -> str:
-        each = whereabouts(self.positions.values())
+        is_past = self.reason not in (CIRCLE, NO_MATCH)
+        each = whereabouts(self.positions.values(), is_past=is_past)
         where = ", but ".join(each) if len(each) <= _PAIR else "; ".join(each)
         advice = "; every rank must make the same calls in the same order"
         if self.reason == NO_MATCH or any(each.unmatched for each in self.positions.values()):

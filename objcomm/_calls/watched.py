@@ -17,7 +17,13 @@ from objcomm._algorithms.transfers import Meter
 from objcomm._failures.losses import end_by_loss, local
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.verdict import Cause, Verdict, proposal_for, regions
-from objcomm._failures.watchdog import check_running, end_elsewhere, hurry, interruptible
+from objcomm._failures.watchdog import (
+    check_running,
+    end_elsewhere,
+    hurry,
+    interruptible,
+    settle_desync,
+)
 from objcomm._observe.history import CallRecord
 from objcomm._observe.tracing import Span, begun, profiler
 from objcomm._transport.lane import Lane
@@ -192,12 +198,16 @@ class Watched(Exchange):
         mesh, position, operation = self.mesh, self.header.position, self.entry.operation
         self._absolve()
         proposal = self._proposal(error)
-        is_loss = proposal.cause is Cause.LOST
-        verdict = end_by_loss(mesh, proposal) if is_loss else mesh.settle(proposal)
+        if proposal.cause is Cause.LOST:
+            verdict = end_by_loss(mesh, proposal)
+        elif proposal.cause is Cause.DESYNC:
+            verdict = settle_desync(mesh, self.lane, proposal)
+        else:
+            verdict = mesh.settle(proposal)
         self._end_elsewhere(verdict)
         if isinstance(error, TransportError):
             raise local(mesh, verdict, error).error(operation, position) from None
+        if isinstance(error, DesyncError) and verdict.cause is Cause.DESYNC:
+            raise verdict.error(operation, position) from None  # it knows of more ranks
         if verdict.name != proposal.name and isinstance(error, Exception):
-            # Two ranks may each have found another pair that differs; one pair says enough.
-            is_same = isinstance(error, DesyncError) and verdict.cause is Cause.DESYNC
-            raise verdict.error(operation, position) from (None if is_same else error)
+            raise verdict.error(operation, position) from error

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from objcomm._failures.inquiry import is_single
 from objcomm._failures.liveness import GroupCalls, LaneCalls
-from objcomm._failures.verdict import FAREWELLS, PROGRAM_ENDED, Cause, Verdict
+from objcomm._failures.verdict import FAREWELLS, PROGRAM_ENDED, Cause, Verdict, proposal_for
 from objcomm._observe.log import log
 from objcomm._transport.link import LANE_BITS
 from objcomm._wire.header import Header, check_same_call, fingerprint
@@ -41,20 +41,19 @@ _found: dict[str, DesyncError] = {}
 _compared: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
-def contradiction(mesh: Mesh) -> Verdict | None:
+def contradiction(mesh: Mesh) -> tuple[Lane, Verdict] | None:
     """What to say where a rank has sent something for a call that this rank has made otherwise.
 
     Costs nothing where no message waits. A rank that is ahead contradicts nothing.
     """
     for lane, theirs in _unread(mesh):
         mine = None if lane is None else _call(mesh, lane, theirs.sequence)
-        if mine is None:
+        if lane is None or mine is None:
             continue
         try:
             check_same_call(mine.header, theirs, theirs.sender)
         except DesyncError as error:
-            positions = mine.position(), theirs.position
-            return Verdict.of(Cause.DESYNC, reason=error.reason, positions=positions)
+            return lane, proposal_for(error, mesh.rank)
         except WireError:
             continue
     return None
@@ -77,7 +76,8 @@ def retire(mesh: Mesh, reason: str) -> None:
         link.refuse()
         left = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason, is_store_silent=True)
         mesh.stop(left)
-        found = contradiction(mesh) or _unmade(mesh)
+        contradicted = contradiction(mesh)
+        found = contradicted[1] if contradicted else _unmade(mesh)
     else:
         found = mesh.verdict
     if found is not None and found.cause is Cause.DESYNC and _is_owed(mesh):

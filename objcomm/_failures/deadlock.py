@@ -10,12 +10,10 @@ from typing import NamedTuple
 
 from objcomm._observe.stacks import Running
 from objcomm._wire.header import Operation
-from objcomm.errors import NO_MATCH
+from objcomm.errors import CIRCLE, NO_MATCH
 
 #: The number of the call in which a group's ranks meet: before all others.
 MEETING = -1
-
-_CIRCLE = "each waits for another"
 
 # Who waited where a circle was found is told; threads that were late by a second were seen.
 _HEARD_WITHIN_SECONDS = 5.0
@@ -210,7 +208,7 @@ def find_deadlock(  # noqa: PLR0911  # each step of the search may end it
         if their_lane is not None and _is_of_one_mesh(lane, their_lane, theirs):
             differing = _first_difference(lane, their_lane)
             if differing is not None and lane.group == start.group:
-                reason = _difference(*differing)
+                reason = difference(*differing)
                 ours, other = differing
                 return Deadlock(reason, ((holder, lane, ours), (lane.awaits, their_lane, other)))
             if _is_under_way(lane, lane.now, their_lane):
@@ -230,7 +228,7 @@ def find_deadlock(  # noqa: PLR0911  # each step of the search may end it
             circle = path[met.index(wait) :]
             if any(each.group == start.group for _, each, _ in circle):
                 are_messages = all(_is_shared(each) for _, each, _ in circle)
-                return Deadlock(NO_MATCH if are_messages else _CIRCLE, tuple(circle))
+                return Deadlock(NO_MATCH if are_messages else CIRCLE, tuple(circle))
             return None  # those ranks will raise, and may come here then
     return None
 
@@ -319,7 +317,8 @@ def _first_difference(mine: LaneWait, theirs: LaneWait) -> tuple[Step, Step] | N
     return None
 
 
-def _difference(mine: Step, theirs: Step) -> str:
+def difference(mine: Step, theirs: Step) -> str:
+    """In what two calls differ that should be the same one."""
     if mine.operation != theirs.operation:
         return "other operations"
     return "other roots" if mine.root != theirs.root else "other names"

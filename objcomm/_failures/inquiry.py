@@ -15,6 +15,7 @@ from objcomm._failures.deadlock import (
     LaneWait,
     Step,
     WaitSnapshot,
+    difference,
     find_deadlock,
 )
 from objcomm._failures.losses import loss_in
@@ -270,7 +271,9 @@ def _look_for_conflict(
         if not conflict.is_of_one_lane and losses.is_circle_of_the_dead(board, meshes, conflict):
             return
         verdict = _desync(mesh, conflict)
-        if not conflict.is_of_one_lane:
+        if conflict.is_of_one_lane:
+            verdict = with_all_ranks(board, meshes, mesh, conflict.found[0][1].number, verdict)
+        else:
             board.tell_circle(conflict)
             board.publish(mine)
         for other in meshes:  # before any connection closes: the others look there
@@ -293,6 +296,53 @@ def _desync(mesh: Mesh, conflict: Deadlock) -> Verdict:
         meshes=tuple(sorted(meshes)),
         circle=b"" if conflict.is_of_one_lane else pack_record(conflict),
     )
+
+
+def with_all_ranks(
+    board: Board, meshes: Sequence[Mesh], mesh: Mesh, number: int, found: Verdict
+) -> Verdict:
+    """A desync of two ranks, with what all ranks called in that place.
+
+    Two ranks can't show which of many is the odd one; and where their calls' numbers differ, it is
+    an earlier call in which they parted.
+
+    Args:
+        board: the store.
+        meshes: all of this process's.
+        mesh: whose.
+        number: of the lane.
+        found: what two ranks called.
+    """
+    lane = next((each for each in tuple(mesh.lanes.values()) if each.number == number), None)
+    sequences = {each.sequence for each in found.positions}
+    is_known = len(mesh.members) == len(found.positions) and len(sequences) == 1
+    if is_known or lane is None or lane.order is not None or not mesh.nonce:
+        return found
+    if len(mesh.members) > _MOST_ASKING and board.take_turn(mesh.nonce) > 1:
+        until = time.monotonic() + _ANSWERS_WITHIN_SECONDS  # another rank is asking, and posts it
+        while time.monotonic() < until and board.look(mesh.nonce) is None:
+            time.sleep(len(mesh.members) / _LOOKS_PER_SECOND)
+        return found
+    asked, wanted = board.ask(), {mesh.ranks[rank] for rank in mesh.members}
+    known = _known(mesh, _answers(board, meshes, asked, asked, lambda now, _: (wanted, now)))
+    states = {rank: answer.lane(mesh.name, number) for rank, answer in known.items()}
+    positions = {each.rank: each for each in found.positions}
+    called: dict[int, Step] = {}
+    for rank, state in states.items():
+        past = () if state is None or state.nonce != mesh.nonce else state.past
+        step = next((each for each in past if each.sequence == min(sequences)), None)
+        if state is not None and step is not None:
+            called[rank] = step
+            positions[rank] = _position(mesh, rank, state, step)._replace(seconds=0, is_over=False)
+        elif state is None or state.next_sequence <= min(sequences):
+            positions[rank] = _where(mesh, lane, rank, known[rank])
+    reason = found.reason
+    if len(sequences) > 1:
+        one, other = (called.get(each.rank) for each in found.positions)
+        if one is None or other is None or one.agrees_with(other):
+            return found
+        reason = difference(one, other)
+    return found._replace(reason=reason, positions=tuple(positions.values()))
 
 
 def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> None:
@@ -645,4 +695,5 @@ def _position(mesh: Mesh, rank: int, state: LaneWait, step: Step) -> Position:
         group="" if state.group == mesh.name else state.group,
         name=step.name,
         unmatched=step.unmatched,
+        fingerprint=step.fingerprint,
     )

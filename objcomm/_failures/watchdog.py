@@ -103,7 +103,7 @@ class Watchdog(threading.Thread):
         self._investigating: weakref.WeakSet[BoardThread] = weakref.WeakSet()
         self._missed: weakref.WeakSet[Mesh] = weakref.WeakSet()
         # What was found, until it was logged or a call has raised it.
-        self._contradicted = weakref.WeakKeyDictionary[Mesh, Verdict | None]()
+        self._is_contradicted = weakref.WeakKeyDictionary[Mesh, bool]()  # False: it was logged
         self._expiring = weakref.WeakKeyDictionary[BoardThread, deque[Waiting]]()
         self._looked_at = 0.0
         self._looks = 0
@@ -291,18 +291,19 @@ class Watchdog(threading.Thread):
         A rank that only sends hears of that nowhere else, and has nothing to wait for. A call that
         is under way may raise it, so it is logged only where none does.
         """
-        if mesh.verdict is None and mesh not in self._contradicted:
+        if mesh.verdict is None and mesh not in self._is_contradicted:
             found = audit.contradiction(mesh)
             if found is None:
                 return
-            self._contradicted[mesh] = found
-            self._end(mesh, found)
-        verdict = self._contradicted.get(mesh)
+            lane, verdict = found
+            self._is_contradicted[mesh] = True
+            self._end(mesh, verdict, lane)
         lanes = tuple(mesh.lanes.values())
-        if verdict is not None and not any(lane.begun_at or lane.is_busy for lane in lanes):
-            self._contradicted[mesh] = None
+        is_quiet = not any(lane.begun_at or lane.is_busy for lane in lanes)
+        if self._is_contradicted.get(mesh) and mesh.verdict is not None and is_quiet:
+            self._is_contradicted[mesh] = False
             if mesh.is_owed:
-                log.error("group %r: %s", mesh.name, verdict.error(""), extra=mesh.labels)
+                log.error("group %r: %s", mesh.name, mesh.verdict.error(""), extra=mesh.labels)
 
     def _is_in_vain(
         self, mesh: Mesh, lane: Lane, entry: CallRecord, known: dict[object, bool]
@@ -342,17 +343,25 @@ class Watchdog(threading.Thread):
         for board_thread, meshes in unmet.items():
             self._ask(board_thread, functools.partial(look_for_senders, meshes, self._missed))
 
-    def _end(self, mesh: Mesh, verdict: Verdict) -> None:
+    def _end(self, mesh: Mesh, verdict: Verdict, lane: Lane | None = None) -> None:
         """End a mesh by what this thread has found, or by what another rank has posted before.
 
         Does not wait for the store, and if that says nothing in time, does without it. A process
         that has ended is told to all, by the reason that is known best.
+
+        Args:
+            mesh: which.
+            verdict: what was found.
+            lane: on which two ranks are out of step.
         """
         is_loss = verdict.cause is Cause.LOST
         verdict = verdict._replace(is_final=is_loss)
 
         def job(board: Board) -> None:
             told = by_name(mesh, verdict, board) if is_loss else verdict
+            if lane is not None:
+                meshes = self.meshes(mesh.board_thread)
+                told = inquiry.with_all_ranks(board, meshes, mesh, lane.number, verdict)
             for rank in told.ranks if is_loss else ():
                 why = mesh.board_thread.processes.end_of(mesh.ranks[rank])
                 board.tell_end(mesh.ranks[rank], why or told.reason)
@@ -363,7 +372,7 @@ class Watchdog(threading.Thread):
             mesh.stop(by_name_here(mesh, alone) if is_loss else alone)
 
         mesh.board_thread.submit(job)
-        self._fall_back(_INTERRUPT_SECONDS, end_alone)
+        self._fall_back(_INTERRUPT_SECONDS if lane is None else _EXPIRY_SECONDS, end_alone)
 
     def _is_to_ask(self, waited: float, members: Sequence[int]) -> bool:
         often = _LONG_LOOKS if waited > _LONG_SECONDS else 1
@@ -644,6 +653,19 @@ def end_elsewhere(
         mesh.settle(verdict)  # told before it closes: not every finder of a circle has all meshes
         if is_raised:
             mesh.absolve(thread)
+
+
+def settle_desync(mesh: Mesh, lane: Lane, proposal: Verdict) -> Verdict:
+    """``Mesh.settle`` by two ranks' calls, with those of all other ranks that answer in time."""
+    meshes = _watchdogs.watchdog().meshes(mesh.board_thread)
+
+    def settle_on(board: Board) -> Verdict:
+        found = inquiry.with_all_ranks(board, meshes, mesh, lane.number, proposal)
+        return mesh.settle_on(board, found)
+
+    if mesh.verdict is not None:
+        return mesh.settle(proposal)
+    return mesh.stop(mesh.posted(proposal, settle_on, _EXPIRY_SECONDS))
 
 
 class interruptible:  # noqa: N801  # used as a function, like contextlib's

@@ -169,6 +169,7 @@ class Header(NamedTuple):
             self.root,
             self.call_site,
             name=self.name,
+            fingerprint=self.fingerprint,
         )
 
     @property

@@ -120,6 +120,23 @@ def test_ranks_that_compute_at_one_line_are_told_together() -> None:
     assert one == f"rank 60 is in no call, now at data.py:90 in load; its {last}"
 
 
+def test_of_ranks_out_of_step_what_the_fewest_called_comes_first() -> None:
+    many = [_at(each, 10, 4.0) for each in (*range(5), *range(6, 12))]
+    odd = _at(5, 20, 1.0)
+    late = _at(12, 5, 2.0, is_over=True)._replace(line="data.py:88 in load", line_seconds=1.5)
+    text = str(errors.DesyncError("other roots", [*many, odd, late]))
+    assert text.startswith(
+        "ranks are out of step (other roots): rank 5 called barrier (call 7) at train.py:20; "
+        "rank 12 last called barrier (call 7) at train.py:5, 2.0 s ago, "
+        "now at data.py:88 in load (seen there for 1.5 s); "
+        "ranks 0-4, 6-11 called barrier (call 7) at train.py:10; every"
+    )
+    two = str(errors.DesyncError("other names", [_at(0, 1), _at(1, 1)._replace(fingerprint=3)]))
+    assert ": rank 0 called barrier (call 7) at train.py:1, but rank 1 called barrier" in two
+    none = str(errors.DesyncError("…", [odd, Position(1, "", 0, -1, "", is_over=True)]))
+    assert "rank 1 made no call, but rank 5 called" in none
+
+
 def test_of_too_many_places_those_of_the_missing_come_first() -> None:
     error = _timeout((_at(each, each) for each in range(100)), [97, 99])
     text = str(error)

@@ -12,11 +12,11 @@ import pytest
 import torch.distributed as dist
 
 from objcomm._failures import inquiry, losses
-from objcomm._failures.deadlock import WaitSnapshot
+from objcomm._failures.deadlock import Step, WaitSnapshot
 from objcomm._failures.liveness import Processes
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.noticeboard import Board
-from objcomm._failures.verdict import Verdict
+from objcomm._failures.verdict import Cause, Verdict
 from objcomm._failures.watchdog import Watchdog
 from objcomm._observe.history import CallRecord, History
 from objcomm._transport.lane import Lane
@@ -103,8 +103,8 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Rank]]:
     def make(silent: set[int], size: int = _SIZE) -> list[Rank]:
         store = dist.HashStore()
         ranks = [Rank(store, rank, size, silent) for rank in range(size)]
-        of = {rank.mesh: rank.where for rank in ranks}
-        monkeypatch.setattr(inquiry, "wait_snapshot", lambda meshes, _: of[meshes[0]])
+        of = {rank.mesh: rank for rank in ranks}
+        monkeypatch.setattr(inquiry, "wait_snapshot", lambda meshes, _: of[meshes[0]].where)
         monkeypatch.setattr(Board, "ask", lambda _: 1)  # so that no answer is too old
         monkeypatch.setattr(Board, "asked", lambda _: 1)
         return [rank for rank in ranks if rank.waits]
@@ -167,6 +167,59 @@ def test_where_those_that_were_to_ask_are_lost_another_one_does(
     assert verdict_of(ranks).ranks == (_AWAY, _SILENT)
     assert verdict_of(ranks).silent == (_SILENT,)
     assert len(verdict_of(ranks).positions) == _SIZE - 1
+
+
+def out_of_step(rank: Rank, theirs: int, number: int = _CALL) -> Verdict:
+    """What ``rank`` proposes after a message of rank ``theirs`` for its call ``number``."""
+    rank.mesh.lanes["main"] = rank.lane
+    mine = rank.entry.header.position
+    other = mine._replace(rank=theirs, sequence=number)
+    pair = Verdict.of(Cause.DESYNC, reason="other roots", positions=(mine, other))
+    return inquiry.with_all_ranks(rank.board, [rank.mesh], rank.mesh, 0, pair)
+
+
+def called(rank: Rank, *calls: Step) -> None:
+    """Let a rank have made these calls, and wait in the last one."""
+    state = lane("world", *calls, awaits=0, nonce=_NONCE)
+    rank.where = rank.where._replace(lanes=(state,))
+    rank.board.publish(rank.where)
+
+
+def test_a_desync_says_what_all_ranks_called(
+    job: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The silent one is left out; one that is late has made its last call before."""
+    monkeypatch.setattr(inquiry, "_ANSWERS_WITHIN_SECONDS", 0.1)
+    ranks = job(silent={_SILENT})
+    called(ranks[2], step(_CALL, root=7))
+    found = out_of_step(ranks[0], 2)
+    assert found.reason == "other roots"
+    places = {each.rank: (each.sequence, each.root, each.is_over) for each in found.positions}
+    together = dict.fromkeys({*range(_SIZE)} - {_SILENT}, (_CALL, -1, False))
+    assert places == {**together, 2: (_CALL, 7, False), _AWAY: (_CALL - 1, -1, True)}
+    assert len(out_of_step(ranks[1], 2).positions) == 2  # the first one has asked, and posts it
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_where_numbers_differ_the_call_in_which_ranks_parted_is_named(
+    job: Callable[..., list[Rank]], ahead: int
+) -> None:
+    """A rank that only sends goes on, so what it finds may be of another call."""
+    ranks = job(silent=set(), size=2)
+    called(ranks[ahead], step(_CALL, root=ahead), step(_CALL + 1))
+    called(ranks[1 - ahead], step(_CALL, root=1 - ahead))
+    ranks[0].entry.header = ranks[0].entry.header._replace(sequence=_CALL + 1 - ahead)
+    found = out_of_step(ranks[0], 1, _CALL + ahead)
+    assert found.reason == "other roots"
+    assert [(each.sequence, each.root) for each in found.positions] == [(_CALL, 0), (_CALL, 1)]
+
+
+def test_calls_that_go_together_are_no_explanation(job: Callable[..., list[Rank]]) -> None:
+    ranks = job(silent=set(), size=2)
+    for rank in ranks:
+        called(rank, step(_CALL), step(_CALL + 1))
+    found = out_of_step(ranks[0], 1, _CALL + 1)
+    assert [each.sequence for each in found.positions] == [_CALL, _CALL + 1]
 
 
 def test_few_ranks_all_ask(job: Callable[..., list[Rank]]) -> None:

@@ -2,8 +2,8 @@
 
 ranks: 3
 all: DesyncError
-    says rank 0 was in broadcast (call 1) … at @broadcast | rank 0 … left broadcast (call 1)
-    says broadcast (call 1) … at @broadcast … gather (call 1) … at @gather
+    says rank 0 called broadcast (call 1) … at @broadcast
+    says ranks 1-2 called gather (call 1) … at @gather
     never rank 0 is in broadcast
     never objcomm.TransportError
 """
