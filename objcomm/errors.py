@@ -219,6 +219,7 @@ class Position(NamedTuple):
         line_seconds: since when the rank was found there each time it was asked.
         unmatched: what has come to a receive that it does not match, in words.
         fingerprint: of what must agree besides, such as a named operator; 0 where nothing must.
+        lane: the name of the ``objcomm.lane`` on which the call was made.
     """
 
     rank: int
@@ -234,6 +235,7 @@ class Position(NamedTuple):
     line_seconds: float = 0.0
     unmatched: str = ""
     fingerprint: int = 0
+    lane: str = ""
 
     def __str__(self) -> str:
         return self._with_others(())
@@ -243,9 +245,10 @@ class Position(NamedTuple):
         """The call in words, with its number and its line."""
         root = "" if self.root < 0 else f" {_PEER.get(self.operation, 'with root')} {self.root}"
         group = f" of group {self.group!r}" if self.group else ""
+        lane = f" on lane {self.lane!r}" if self.lane else ""
         where = f" at {self.call_site}" if self.call_site else ""
         name = f" {self.name!r}" if self.name else ""
-        return f"{self.operation}{name} (call {self.sequence}){root}{group}{where}"
+        return f"{self.operation}{name} (call {self.sequence}){root}{group}{lane}{where}"
 
     def _with_others(self, others: "Collection[Position]", *, is_past: bool = False) -> str:
         """The text for this rank and others that are at the same place.

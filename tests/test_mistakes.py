@@ -34,14 +34,7 @@ _MISTAKES = {path.stem: path for path in sorted(_FOLDER.glob("*.py"))}
 
 #: Mistakes that are not yet explained as they should be, and what is missing.
 _NOT_YET = {
-    "exception_on_one_rank": "does not say what the ended rank called last",
     "generator_instead_of_a_list": "does not say what to do",
-    "holds_the_interpreter": "does not say which call was the last before the silence",
-    "lanes_of_other_names": "does not name the lanes",
-    "launched_and_failed": "logs a DesyncError for what one rank's error has caused",
-    "looks_for_a_message_of_one_who_left": "says that a connection ended, not that the rank left",
-    "none_instead_of_a_group": "does not hint at group=None",
-    "result_of_another_rank": "does not say what the ended rank called last",
     "work_instead_of_its_result": "does not say that wait() gives the result",
 }
 

@@ -37,12 +37,15 @@ def main() -> int:
             failure = failure_of(error, rank)
             told = (failure.type_name, failure.message, failure.traceback)
             _leave(folder / f"failure{rank}", json.dumps((is_heard(error), told)).encode())
-            return 1
-        finally:
-            # Now that its own failure is told: others that wait for this rank hear of its end.
+            # Now that its own failure is told: others that wait for this rank hear of it. Here,
+            # where it is under way, ranks are not compared: it made fewer calls because of it.
             shutdown()
+            return 1
+        else:
+            shutdown()
+            return 0
+        finally:
             faulthandler.unregister(signal.SIGUSR1)
-    return 0
 
 
 def is_heard(error: BaseException) -> bool:

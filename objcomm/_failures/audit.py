@@ -15,18 +15,19 @@ from __future__ import annotations  # torch may be built without distributed
 import contextlib
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from objcomm._failures.inquiry import is_single
 from objcomm._failures.liveness import GroupCalls, LaneCalls
+from objcomm._failures.noticeboard import StoreSilentError
 from objcomm._failures.verdict import FAREWELLS, PROGRAM_ENDED, Cause, Verdict, proposal_for
-from objcomm._observe.log import log
+from objcomm._observe.log import log, logged
 from objcomm._transport.link import LANE_BITS
 from objcomm._wire.header import Header, check_same_call, fingerprint
 from objcomm.errors import DesyncError, Position, WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Sequence
 
     from objcomm._failures.mesh import Mesh
     from objcomm._failures.noticeboard import Board
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from objcomm._transport.lane import Lane
 
 _UNMADE = "one rank made a call that another never made"
+
+# Larger groups' members are not published with their calls.
+_MOST_LISTED = 64
 
 #: What was found at an end and that this process has yet to raise, by the mesh's name.
 _found: dict[str, DesyncError] = {}
@@ -87,46 +91,68 @@ def retire(mesh: Mesh, reason: str) -> None:
             lane.owes = False
 
 
-def comparison(mesh: Mesh, left_by: str = "") -> Callable[[Board], None] | None:
-    """What publishes this rank's calls and compares them with those of ranks that ended before.
+class Comparison(NamedTuple):
+    """What a rank that needs a mesh no longer compares with those that have ended before.
 
-    Every rank that ends well does it; the lowest one is compared with all others. Each first tells
-    and then looks, so of two that end at the same time one sees the other.
+    Attributes:
+        mesh: of the calls.
+        mine: what this rank publishes of them.
+        is_any_closed: whether another rank has closed its connections by then.
+    """
+
+    mesh: Mesh
+    mine: GroupCalls
+    is_any_closed: bool
+
+
+def comparison(mesh: Mesh, left_by: str = "", failure: str = "") -> Comparison | None:
+    """What to give to ``compare``; None where there is nothing, or this was done before.
 
     Args:
         mesh: of the calls.
         left_by: how and at which line this rank leaves it.
-
-    Returns:
-        A job for the board's thread; None where there is nothing to compare, or this was done
-        before.
+        failure: the error by which it does.
     """
     link = mesh.link
     has_left = mesh.verdict is None or mesh.verdict.reason in FAREWELLS
     if link is None or mesh.whole is not None or not has_left or mesh in _compared:
         return None
     _compared.add(mesh)
-    mine, is_any_closed = _calls(mesh)._replace(left_by=left_by), bool(link.closed())
+    mine = _calls(mesh)._replace(left_by=left_by, failure=failure)
+    return Comparison(mesh, mine, bool(link.closed()))
+
+
+def compare(comparisons: Sequence[Comparison], board: Board) -> None:
+    """Publish this rank's calls and compare them with those of ranks that ended before.
+
+    Every rank that ends well compares; the lowest one is compared with all others. Each first
+    publishes and then looks, so of two that end at the same time one sees the other. A rank that
+    ends by an error only publishes, for those that wait for it.
+    """
+    board.tell_calls([each.mine for each in comparisons])
+    for mesh, mine, is_any_closed in comparisons:
+        if mine.failure:
+            continue
+        silent = contextlib.suppress(StoreSilentError, RuntimeError)  # it may have ended
+        with logged("whether all ranks made the same calls could not be found out"), silent:
+            found = _difference_to_others(board, mesh, mine, is_any_closed=is_any_closed)
+            if found is not None:
+                _note(mesh, found)
+
+
+def _difference_to_others(
+    board: Board, mesh: Mesh, mine: GroupCalls, *, is_any_closed: bool
+) -> Verdict | None:
+    told = board.look(mesh.nonce) if is_any_closed else None
+    if told is not None and told.reason not in FAREWELLS:
+        return told if told.cause is Cause.DESYNC else None
     lowest = mesh.members[0]
     peers = mesh.others if mesh.rank == lowest else (lowest,)
-    ranks = [mesh.ranks[peer] for peer in peers]
-
-    def compare(board: Board) -> None:
-        told = board.look(mesh.nonce) if is_any_closed else None
-        if told is not None and told.reason not in FAREWELLS:
-            found = told if told.cause is Cause.DESYNC else None
-        else:
-            board.tell_calls(mine)
-            board.learn(ranks)
-            known = [mesh.board_thread.processes.of(rank) for rank in ranks]
-            theirs = [
-                each for one in known if one for each in one.calls if each.mesh == mesh.number
-            ]
-            found = next(filter(None, (difference(mine, each) for each in theirs)), None)
-        if found is not None:
-            _note(mesh, found)
-
-    return compare
+    board.learn(mesh.ranks[peer] for peer in peers)
+    processes = mesh.board_thread.processes
+    theirs = [processes.calls_of(mesh.ranks[peer], mesh.number) for peer in peers]
+    ended = [each for each in theirs if each is not None and not each.failure]
+    return next(filter(None, (difference(mine, each) for each in ended)), None)
 
 
 def difference(mine: GroupCalls, theirs: GroupCalls) -> Verdict | None:
@@ -214,7 +240,8 @@ def _calls(mesh: Mesh) -> GroupCalls:
         LaneCalls(lane.number, lane.sequence, _step(lane), _last(mesh, lane), _is_open(lane))
         for lane in lanes
     ]
-    return GroupCalls(mesh.number, mesh.rank, tuple(told), is_single())
+    members = mesh.ranks if len(mesh.ranks) <= _MOST_LISTED else ()
+    return GroupCalls(mesh.number, mesh.rank, members, tuple(told), is_single())
 
 
 def _step(lane: Lane) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from objcomm._failures import audit
 from objcomm._failures.losses import end_unconnected
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.noticeboard import Board, StoreSilentError
-from objcomm._failures.verdict import DESTROYED, Cause, Verdict
+from objcomm._failures.verdict import DESTROYED, Verdict
 from objcomm._failures.watchdog import FAREWELL_SECONDS, board_thread_of, end_elsewhere, watch
 from objcomm._observe.log import logged
 from objcomm._transport.lane import IN_TURNS, Lane
@@ -172,9 +172,9 @@ class Channel:
         if mesh is None or sys.exc_info()[1] is not None:  # that error is the one to be told
             return
         with logged("whether all ranks made the same calls could not be found out"):
-            compare = audit.comparison(mesh)
-            if compare is not None:
-                mesh.board_thread.submit(compare)
+            comparison = audit.comparison(mesh)
+            if comparison is not None:
+                mesh.board_thread.submit(functools.partial(audit.compare, [comparison]))
             audit.retire(mesh, DESTROYED)
 
     @property
@@ -325,7 +325,7 @@ def say_farewell(channels: Iterable[Channel]) -> None:
     for channel in channels:
         mesh = channel.mesh
         if mesh is not None and mesh.verdict is None:
-            verdicts[mesh] = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=DESTROYED)
+            verdicts[mesh] = mesh.destroyed()
 
     def tell(board: Board) -> None:
         for mesh, verdict in verdicts.items():

@@ -58,6 +58,7 @@ class LaneWait(NamedTuple):
         is_inside: whether the last of them has not returned though the lane does not wait: it
             encodes, or is in a callback.
         has_ended: whether there is a verdict on that mesh: who waits on it will be told.
+        name: the lane's, if the program has given it one.
     """
 
     group: str
@@ -74,6 +75,7 @@ class LaneWait(NamedTuple):
     past: tuple[Step, ...]
     is_inside: bool = False
     has_ended: bool = False
+    name: str = ""
 
     def is_over(self, step: Step) -> bool:
         """Whether a call of the lane's has returned."""

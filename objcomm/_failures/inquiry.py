@@ -25,7 +25,7 @@ from objcomm._failures.verdict import Cause, Verdict
 from objcomm._observe.history import CallRecord
 from objcomm._observe.log import log, logged
 from objcomm._observe.stacks import frames_by_thread
-from objcomm._transport.lane import Lane
+from objcomm._transport.lane import IN_TURNS, Lane
 from objcomm._transport.store import pack_record
 from objcomm._wire.header import operation_name
 from objcomm.errors import Position, whereabouts
@@ -149,6 +149,7 @@ def _state(mesh: Mesh, lane: Lane, entry: CallRecord | None) -> LaneWait:
         past=tuple(_step(each) for each in entries),
         is_inside=entry is None and order is None and not is_idle,
         has_ended=mesh.verdict is not None,
+        name="" if lane.name == IN_TURNS else lane.name,
     )
 
 
@@ -671,6 +672,9 @@ def _where(mesh: Mesh, lane: Lane, rank: int, answer: WaitSnapshot) -> Position:
     waiting = answer.waiting_of(thread)
     if waiting is None and state is not None and state.now is not None:
         waiting = state  # an asynchronous call, whose thread goes on meanwhile
+    if waiting is None and state is None:  # a lane that it has not used: its others may say why
+        of_group = (each for each in answer.lanes if each.group == mesh.name)
+        waiting = next((each for each in of_group if each.now is not None), None)
     if waiting is not None and waiting.now is not None:
         return _position(mesh, rank, waiting, waiting.now)
     position = Position(rank, "", 0, -1, "", is_over=True)
@@ -696,4 +700,5 @@ def _position(mesh: Mesh, rank: int, state: LaneWait, step: Step) -> Position:
         name=step.name,
         unmatched=step.unmatched,
         fingerprint=step.fingerprint,
+        lane=state.name,
     )

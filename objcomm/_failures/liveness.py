@@ -51,16 +51,20 @@ class GroupCalls(NamedTuple):
     Attributes:
         mesh: the connections' number, as headers carry it.
         rank: within the group.
+        members: global ranks of the group; empty if there are many.
         lanes: those that it has used.
         is_single: whether no other thread could have made a call on another one.
         left_by: how and at which line it has left; empty where its program came to its end.
+        failure: the reason if it leaves by an error, so that others may have made more calls.
     """
 
     mesh: int
     rank: int
+    members: tuple[int, ...]
     lanes: tuple[LaneCalls, ...]
     is_single: bool
     left_by: str = ""
+    failure: str = ""
 
     @property
     def last(self) -> Position | None:

@@ -206,19 +206,30 @@ def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
         named = [rank for rank in verdict.ranks if rank in died]
         why = next(iter(died.values()))
         return verdict._replace(ranks=tuple(sorted(died)), reason=verdict.reason if named else why)
-    words = [processes.end_of(mesh.ranks[rank]) for rank in verdict.ranks]
-    left = _left(mesh)
-    if left and set(verdict.ranks) <= left.keys():
+    calls = _last_calls(mesh)
+    failures = {rank: calls[rank].failure for rank in verdict.ranks if rank in calls}
+    failed = tuple(rank for rank, failure in failures.items() if failure)
+    ends = map(processes.end_of, (mesh.ranks[rank] for rank in verdict.ranks))
+    reason = next(filter(None, (*failures.values(), *ends)), "")
+    left = {rank for rank, each in calls.items() if not each.failure}
+    ranks = failed or verdict.ranks
+    if left and not failed and left.issuperset(verdict.ranks):
+        ranks, reason = tuple(sorted(left)), reason or DESTROYED
+    if reason:
         # On several lanes calls have numbers that can't be compared.
-        lasts = [each.last for each in left.values()] if len(mesh.lanes) == 1 else []
+        lasts = [calls[rank].last for rank in ranks if rank in calls and len(mesh.lanes) == 1]
+        known = [each for rank in ranks if (each := processes.of(mesh.ranks[rank])) is not None]
+        groups = [group for each in known for group in each.calls]
+        own = mesh.ranks[mesh.rank]
         return verdict._replace(
-            ranks=tuple(sorted(left)),
-            reason=next(filter(None, words), DESTROYED),
+            ranks=ranks,
+            reason=reason,
             positions=tuple(filter(None, lasts)),
-            left_by=left[min(left)].left_by,
+            left_by="" if failed else next((each.left_by for each in groups if each.left_by), ""),
+            elsewhere=next(
+                (each.members for each in groups if each.members and own not in each.members), ()
+            ),
         )
-    if any(words):
-        return verdict._replace(reason=next(filter(None, words)))
     are_beside = all(processes.is_beside(mesh.ranks[rank]) for rank in verdict.ranks)
     # Who leaves by itself says why; of one whose connections were closed nobody has said it.
     is_said = verdict.cause is Cause.LEFT or verdict.reason.startswith(_CLOSED)
@@ -227,7 +238,7 @@ def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
     return verdict._replace(reason=f"{_CLOSED} ({verdict.reason})")
 
 
-def _left(mesh: Mesh) -> dict[int, GroupCalls]:
+def _last_calls(mesh: Mesh) -> dict[int, GroupCalls]:
     """The members that have said that they leave, with the calls that they had made."""
     calls_of, number = mesh.board_thread.processes.calls_of, mesh.number
     found = {peer: calls_of(mesh.ranks[peer], number) for peer in mesh.others}
@@ -284,7 +295,7 @@ def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
         if standing is not None:
             # Not once more by ``settle``: the others may have read it by then, and removed it.
             return mesh.stop(standing)
-        if not any(map(mesh.board_thread.processes.end_of, mesh.ranks)) and not _left(mesh):
+        if not any(map(mesh.board_thread.processes.end_of, mesh.ranks)) and not _last_calls(mesh):
             # Nobody is there to be told: the others have told each other, and cleared the store.
             return mesh.stop(proposal._replace(ranks=(mesh.rank,), reason=_ALONE))
     return settle_by_name(mesh, proposal)

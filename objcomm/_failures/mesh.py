@@ -25,6 +25,7 @@ import torch.distributed as dist
 from objcomm._failures.deadlock import MEETING
 from objcomm._failures.noticeboard import PATIENCE_SECONDS, Board, BoardThread, StoreSilentError
 from objcomm._failures.verdict import (
+    DESTROYED,
     FAREWELLS,
     PROGRAM_ENDED,
     Cause,
@@ -431,6 +432,11 @@ class Mesh:
         lanes = tuple(self.lanes.values())
         past = [lane.past[-1] for lane in lanes if lane.owner is thread and lane.past]
         return max(past, key=lambda call: call.began).position() if past else None
+
+    def destroyed(self) -> Verdict:
+        """What this rank says where its program has destroyed the group, or left all."""
+        by = filter(None, (each.left_by for each in self.board_thread.processes.own.calls))
+        return Verdict.of(Cause.LEFT, ranks=(self.rank,), reason=DESTROYED, left_by=next(by, ""))
 
     def absolve(self, thread: threading.Thread) -> None:
         """A thread raises the verdict, for all its lanes."""

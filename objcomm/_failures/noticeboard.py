@@ -163,9 +163,9 @@ class Board:
         raw = read(self._store, f"verdict/{key}")
         return None if raw is None else self.take_in(key, raw)
 
-    def tell_calls(self, calls: GroupCalls) -> None:
+    def tell_calls(self, calls: Iterable[GroupCalls]) -> None:
         """Add to who this process is what calls it has made, now that it makes no more."""
-        told = (*self._processes.own.calls, calls)[-_MOST_GROUPS:]
+        told = (*self._processes.own.calls, *calls)[-_MOST_GROUPS:]
         own = self._processes.own = self._processes.own._replace(calls=told)
         self._store.set(f"process/{self.rank}", pack_record(own))
 

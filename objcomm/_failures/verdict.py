@@ -19,6 +19,7 @@ from objcomm.errors import (
     RankFailure,
     TransportError,
     TransportTimeout,
+    ranks_text,
     text_of,
 )
 
@@ -41,8 +42,13 @@ PROGRAM_ENDED = "its program has ended"
 #: The reason of one that has destroyed its process group.
 DESTROYED = "it destroyed its process group"
 
+_OF_SEVERAL = {
+    PROGRAM_ENDED: "their programs have ended",
+    DESTROYED: "they destroyed their process groups",
+}
+
 #: After these a rank has nothing more to say, and nothing is wrong.
-FAREWELLS = frozenset({PROGRAM_ENDED, DESTROYED})
+FAREWELLS = frozenset(_OF_SEVERAL)
 
 #: After these all ranks live and know it, so they can meet again.
 _RECOVERABLE = frozenset({Cause.DESYNC, Cause.REFUSED, Cause.FAILED})
@@ -59,6 +65,7 @@ class Verdict(NamedTuple):
         seconds: the limit that passed.
         positions: where ranks are; of ranks that have left, where they made their last calls.
         left_by: how and at which line the first of these has left, where that was said.
+        elsewhere: global ranks of a group in which these have made calls without this rank.
         failures: what went wrong on which rank.
         silent: ranks that did not answer when asked where they are.
         silent_seconds: for how long they have not.
@@ -78,6 +85,7 @@ class Verdict(NamedTuple):
     seconds: float = 0.0
     positions: tuple[Position, ...] = ()
     left_by: str = ""
+    elsewhere: tuple[int, ...] = ()
     failures: tuple[RankFailure, ...] = ()
     silent: tuple[int, ...] = ()
     silent_seconds: float = 0.0
@@ -141,9 +149,17 @@ class Verdict(NamedTuple):
                 self.is_store_silent,
                 self.silent_seconds,
             )
-        silent = "; store: no answer" if self.is_store_silent else ""
         reason = f"it has left ({self.left_by})" if self.left_by else self.reason
-        return TransportError(operation, self.ranks, reason + self._unmade(own) + silent)
+        if len(self.ranks) > 1 and (self.left_by or self.reason in FAREWELLS):
+            reason = f"they have left ({self.left_by})" if self.left_by else _OF_SEVERAL[reason]
+        reason += self._unmade(own)
+        if self.elsewhere:
+            reason += (
+                f"; it has made calls in a group of {ranks_text(self.elsewhere)}: group=None means "
+                "all ranks"
+            )
+        reason += "; store: no answer" * self.is_store_silent
+        return TransportError(operation, self.ranks, reason)
 
     def _unmade(self, own: Position | None) -> str:
         """What to add to the reason of ranks that have left, and never made the call of this one.

@@ -48,7 +48,7 @@ from objcomm._failures.losses import (
 )
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.noticeboard import Board, BoardThread, StoreSilentError
-from objcomm._failures.verdict import DESTROYED, FAREWELLS, PROGRAM_ENDED, Cause, Verdict, nonce_of
+from objcomm._failures.verdict import FAREWELLS, PROGRAM_ENDED, Cause, Verdict, nonce_of
 from objcomm._observe.history import CallRecord
 from objcomm._observe.log import log, logged
 from objcomm._observe.terminal import end_badly
@@ -239,7 +239,7 @@ class Watchdog(threading.Thread):
         """Close the connections of groups that the program has destroyed: others may wait."""
         for mesh in self._all_meshes():
             if mesh.verdict is None and mesh.link is not None and mesh.is_destroyed():
-                left = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=DESTROYED)
+                left = mesh.destroyed()
                 if mesh.whole is None and not any(lane.is_busy for lane in mesh.lanes.values()):
                     mesh.stop(left._replace(is_store_silent=True))  # as if the group were collected
                 else:
@@ -444,28 +444,22 @@ class Watchdog(threading.Thread):
         with contextlib.suppress(BlockingIOError):  # full: it is awake
             self._sending.send(_NUDGE)
 
-    def compare_calls(self, left_by: str = "") -> None:
+    def compare_calls(self, left_by: str = "", failure: str = "") -> None:
         """Note where this rank has made other calls than a rank that has ended before.
 
         Args:
             left_by: how and at which line this rank leaves.
+            failure: the error by which it does, if it leaves by one: it only publishes its calls.
         """
-        jobs = defaultdict[BoardThread, list[Callable[[Board], None]]](list)
+        comparisons = defaultdict[BoardThread, list[audit.Comparison]](list)
         for mesh in self._all_meshes():
             with logged("whether all ranks made the same calls could not be found out"):
-                compare = audit.comparison(mesh, left_by)
-                if compare is not None:
-                    jobs[mesh.board_thread].append(compare)
-
-        def do_all(compares: Sequence[Callable[[Board], None]], board: Board) -> None:
-            for compare in compares:
-                silent = contextlib.suppress(StoreSilentError, RuntimeError)  # it may have ended
-                with logged("whether all ranks made the same calls could not be found out"), silent:
-                    compare(board)
-
-        for board_thread, compares in jobs.items():
+                found = audit.comparison(mesh, left_by, failure)
+                if found is not None:
+                    comparisons[mesh.board_thread].append(found)
+        for board_thread, each in comparisons.items():
             with contextlib.suppress(StoreSilentError):
-                board_thread.call(functools.partial(do_all, compares), _COMPARISON_SECONDS)
+                board_thread.call(functools.partial(audit.compare, each), _COMPARISON_SECONDS)
 
     def close(self) -> None:
         """End all that this process has of objcomm, as the last that its program does.
@@ -475,8 +469,7 @@ class Watchdog(threading.Thread):
         if self.pid != os.getpid():
             return
         has_ended_well = _ending() == PROGRAM_ENDED
-        if has_ended_well:
-            self.compare_calls()
+        self.compare_calls(failure="" if has_ended_well else _ending())
         bring_back(lambda: (self._all_meshes(), self._all_listeners()), list(self.board_threads))
         until = time.monotonic() + _DELIVERY_SECONDS
         for mesh, link in [(mesh, mesh.link) for mesh in self._all_meshes()]:
@@ -564,9 +557,9 @@ class _Watchdogs:
         if self._watchdog is not None:
             self._watchdog.close()
 
-    def compare_calls(self, left_by: str) -> None:
+    def compare_calls(self, left_by: str, failure: str) -> None:
         if self._watchdog is not None and self._watchdog.pid == os.getpid():
-            self._watchdog.compare_calls(left_by)
+            self._watchdog.compare_calls(left_by, failure)
 
 
 _watchdogs = _Watchdogs()
@@ -589,9 +582,9 @@ def audited(left_by: str) -> Iterator[None]:
     Raises:
         DesyncError: another rank has made other calls.
     """
-    is_failing = sys.exc_info()[1] is not None
-    if not is_failing:
-        _watchdogs.compare_calls(left_by)
+    failure = sys.exc_info()[1]
+    _watchdogs.compare_calls(left_by, f"it left after {text_of(failure)}" if failure else "")
+    is_failing, failure = failure is not None, None  # kept, it would keep the frames it came from
     yield
     error = audit.taken()
     if error is not None and not is_failing:

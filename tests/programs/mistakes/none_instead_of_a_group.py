@@ -2,7 +2,7 @@
 
 ranks: 3
 0: any
-    says ranks 1-2 … ended … without making this call | ranks 1-2 … ended … split (call 0) at @split
+    says ranks 1-2 … ended … the last split … at @split; this is call
     says group=None
     never lost its network
     never died
