@@ -1,6 +1,5 @@
 """A link between threads of one process, so that the routes can be tried at any world size."""
 
-import contextlib
 import os
 import threading
 import time
@@ -199,7 +198,8 @@ class MemoryLink:
     def recv(self, flat: Any, peer: int, tag: int = -1) -> Arrival:
         arrival, wire = Arrival(flat), self._wires.between(peer, self.rank, tag)
         wire.post(arrival)
-        if self.is_closed(peer):  # after it was posted: it may have been closed meanwhile
+        # After it was posted: it may have been closed meanwhile.
+        if self.is_closed(peer) and not arrival.is_done():
             wire.end()
             self._check(peer)
         return arrival
@@ -238,7 +238,8 @@ class MemoryLink:
     def expect(self, peers: Sequence[int], tag: int) -> None:
         """See ``Link``."""
         for peer in peers:
-            if (peer, tag) not in self._standing and not self.is_closed(peer):
+            is_left = self._wires.between(peer, self.rank, tag).left_over() > 0
+            if (peer, tag) not in self._standing and (is_left or not self.is_closed(peer)):
                 room = torch.zeros(self.head_max_nbytes, dtype=torch.uint8)
                 self._standing[peer, tag] = room, self.recv(room, peer, tag)
 
@@ -257,12 +258,19 @@ class MemoryLink:
         """See ``Connections``."""
         kept: dict[int, bytes] = {}  # what was not accepted
         while True:
+            ended: dict[int, LinkClosed] = {}
             for tag, accept in accepts.items():
-                with contextlib.suppress(LinkTimeout):
+                try:
                     if tag not in kept:
                         kept[tag] = self.take(peer, tag, time.monotonic() + 0.01)
                     if accept(kept[tag]):
                         del kept[tag]
+                except LinkTimeout:
+                    pass
+                except LinkClosed as error:  # what came before the end has yet to be taken
+                    ended[tag] = error
+            if len(ended) == len(accepts):
+                raise ended.popitem()[1]
 
     def prompt(self, peer: int) -> None:
         """See ``Connections``: it is asked again in any case."""
