@@ -64,7 +64,7 @@ def _parsed(argv: Sequence[str]) -> tuple[Sequence[str], bool]:
     parser.add_argument(
         "--report",
         action="store_true",
-        help="tell at the end of each process how many calls it made, what they moved and took, "
+        help="rank 0 prints at its end how many calls all ranks made, what they moved and took, "
         "and the program's slowest lines",
     )
     own = next((at for at, each in enumerate(argv) if not each.startswith("--")), len(argv))

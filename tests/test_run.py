@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from objcomm.run import _interpreter_options
-from tests.doctor.job import ROOT, Said, clean_environment
+from tests.doctor.job import LIMIT_S, ROOT, Agent, Said, clean_environment
 from tests.under_run import RUN, own, python, told, torchrun
 
 _REPLACED = (
@@ -144,14 +144,16 @@ def test_a_program_ends_as_it_would_and_its_figures_are_told(
     assert run.status == status
     replaced, head, *lines = told(run)
     assert replaced.endswith(_REPLACED)
-    assert re.fullmatch(
-        r"rank 0 of 1 \(process \d+\): [\d.]+ s of [\d.]+ s in torch's object collectives", head
-    )
-    cost = r" +1 call  +\d+\.\d{3} s  sent +0 B  received +0 B"
-    assert re.fullmatch(rf"  all_gather_object {cost}", lines[0])
-    assert lines[1] == "slowest lines:"
-    assert re.fullmatch(rf"  {re.escape(str(program))}:7  all_gather_object {cost}", lines[2])
-    assert len(lines) == 3
+    title = r"torch's object collectives on 1 rank, in a program of [\d.]+ s"
+    assert re.fullmatch(title, head)
+    time = r"\d+\.\d{3} s"
+    cost = rf" +1 +1 +0 B  {time} \(rank 0\)  {time}  {time} \(rank 0\)"
+    headings = r" +ranks +calls +sent +min +median +max"
+    assert re.fullmatch(rf"  function {headings}", lines[0])
+    assert re.fullmatch(rf"  all_gather_object {cost}", lines[1])
+    assert re.fullmatch(rf"  slowest lines {headings}", lines[2])
+    assert re.fullmatch(rf"  {re.escape(str(program))}:7  all_gather_object {cost}", lines[3])
+    assert len(lines) == 4
 
 
 _RANKS = """
@@ -197,25 +199,131 @@ def test_ranks_of_torchrun_make_their_calls_through_objcomm(tmp_path: Path) -> N
     run = torchrun(3, *RUN, "--report", str(program), str(tmp_path / "checkpoint"))
     assert run.status == 0, run.err
     assert sorted(run.out.splitlines()) == [f"rank {rank} is done" for rank in range(3)]
-    lines = told(run)
-    assert [line for line in lines if line.endswith(_REPLACED)] == [lines[0]]
-    reports = {}
-    for text in re.split(r"^(?=rank )", "\n".join(lines), flags=re.MULTILINE)[1:]:
-        reports[text.split(" (")[0]] = text
-    assert sorted(reports) == [f"rank {rank} of 3" for rank in range(3)]
-    for title, report in reports.items():
-        functions, slowest = report.split("slowest lines:")
-        assert re.search(r"\n  all_gather_object +4 calls .* sent +[\d.]+ KB  rec", functions)
-        # One of them, on all ranks, is the checkpoint's.
-        count = "1 call " if title.startswith("rank 0") else "2 calls"
-        assert f"broadcast_object_list  {count:>12}" in functions
-        assert not re.search(r"\n  (all_gather|barrier) ", functions)
-        times = [float(each) for each in re.findall(r"([\d.]+) s ", slowest)]
+    replaced, head, *lines = told(run)
+    assert replaced.endswith(_REPLACED)
+    assert "object collectives on 3 ranks" in head
+    at = next(number for number, line in enumerate(lines) if line.startswith("  slowest lines "))
+    functions, slowest = (
+        [row for line in part if (row := _row(line))] for part in (lines[1:at], lines[at + 1 :])
+    )
+    assert 1 + len(functions) + 1 + len(slowest) == len(lines)
+    # One call of each, on all ranks, is the checkpoint's, which gathers twice.
+    assert {name: (ranks, calls) for name, ranks, calls, *_ in functions} == {
+        "all_gather_object": ("3", "4"),
+        "broadcast_object_list": ("3", "1-2"),
+        "gather_object": ("3", "2-3"),
+        "scatter_object_list": ("3", "1"),
+    }
+    for rows in (functions, slowest):
+        for *_, least, median, most in rows:
+            assert float(least) <= float(median) <= float(most)
+        times = [float(most) for *_, most in rows]
         assert times == sorted(times, reverse=True)
-        assert len(times) == (4 if title.startswith("rank 0") else 5)
+    assert len(slowest) == 5
     # What torch's checkpoints call is told by the line of the program that saves one.
     saving = _RANKS.splitlines().index('checkpoint.save({"step": 7}, checkpoint_id=sys.argv[1])')
-    assert re.search(rf"\n  {program}:{saving + 1}  gather_object +2 calls", reports["rank 0 of 3"])
+    found = [row[1:3] for row in slowest if row[0] == f"{program}:{saving + 1}  gather_object"]
+    assert found == [("3", "2")]
+
+
+def _row(line: str) -> tuple[str, ...] | None:
+    """A row of the report: name, ranks, calls, and the three times in seconds."""
+    time = r"  +([\d.]+) s(?: \(rank \d+\))?"
+    row = re.fullmatch(
+        rf"  (\S+(?:  \S+)?)  +(\d+)  +([\d-]+)  +[\d.]+ K?B{time}{time}{time}", line
+    )
+    return row and row.groups()
+
+
+_UNEVEN = """
+import os, signal, sys, time
+import torch.distributed as dist
+
+ending, rank = sys.argv[1], int(os.environ["RANK"])
+dist.init_process_group("gloo")
+world = dist.get_world_size()
+if ending != "no calls":
+    for _ in range(2):
+        dist.all_gather_object([None] * world, rank)
+if rank and ending == "rank 0 is first":
+    time.sleep(0.5)
+elif rank == world - 1 and ending == "dies":
+    os.kill(os.getpid(), signal.SIGKILL)
+elif rank == world - 1 and ending == "raises":
+    raise ValueError("of this rank")
+elif rank == world - 1 and ending == "is stopped":
+    os.kill(os.getpid(), signal.SIGSTOP)
+try:
+    if ending in {"dies", "raises"}:
+        dist.all_gather_object([None] * world, rank)
+finally:
+    if ending != "does not destroy":
+        dist.destroy_process_group()
+"""
+
+
+def _job(program: Path, size: int, ending: str) -> list[Said]:
+    """How the ranks of a program end that no launcher ends when one fails."""
+    agent = Agent()
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, *RUN, "--report", str(program), ending],
+                env=clean_environment() | agent.place(rank, size),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        for each in ranks:
+            stack.callback(each.wait)
+            stack.callback(each.kill)
+        said = []
+        for each in ranks:
+            if ending == "is stopped" and each is ranks[-1]:
+                each.kill()  # the others have ended
+            out, err = each.communicate(timeout=LIMIT_S)
+            said.append(Said(each.returncode, out, err))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("ending", "size"),
+    [
+        ("does not destroy", 2),
+        pytest.param("rank 0 is first", 4, marks=pytest.mark.long),
+        ("no calls", 2),
+        ("dies", 4),
+        ("raises", 3),
+        ("is stopped", 2),
+    ],
+)
+def test_rank_0_alone_tells_of_all_ranks(ending: str, size: int, tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(_UNEVEN)
+    first, *others = _job(program, size, ending)
+    assert [told(each) for each in others] == [[]] * (size - 1)
+    replaced, head, *lines = told(first)
+    assert replaced.endswith(_REPLACED)
+    if ending == "no calls":
+        assert re.fullmatch(r"no call of torch's object collectives in [\d.]+ s \(.*\)", head)
+        assert not lines
+        return
+    ranks = size - (ending in {"dies", "is stopped"})
+    assert f"on {ranks} rank{'s' if ranks > 1 else ''}, in" in head
+    row = _row(lines[1])
+    assert row is not None
+    assert row[:3] == (
+        "all_gather_object",
+        str(ranks),
+        {"dies": "3", "raises": "2-3"}.get(ending, "2"),
+    )
+    missing = [line for line in lines if line.startswith("without ")]
+    assert missing == {
+        "dies": [f"without rank {size - 1}: ended before it could tell"],
+        "is stopped": ["without rank 1: not at the end within 5 s of rank 0"],
+    }.get(ending, [])
 
 
 def test_the_page_shows_what_is_told(tmp_path: Path) -> None:
@@ -230,7 +338,7 @@ def test_the_page_shows_what_is_told(tmp_path: Path) -> None:
     assert run.status == 0, run.err
 
     def without_times(lines: list[str]) -> list[str]:
-        return sorted(re.sub(r"process \d+| *[\d.]+ s\b", "…", line) for line in lines)
+        return [re.sub(r" *[\d.]+ s\b| \(rank \d\)", "…", line) for line in lines]
 
     assert without_times(told(run)) == without_times(told(Said(0, "", shown)))
 
@@ -281,12 +389,13 @@ def test_processes_that_a_program_spawns_are_reached(tmp_path: Path) -> None:
     *ranks, squares = run.out.splitlines()
     assert sorted(ranks) == ["rank 0: 1", "rank 1: 1"]
     assert squares == "[0, 1, 4, 9]"
-    titles = [line.split(" (")[0] for line in told(run) if line.startswith("rank ")]
-    # Both ranks, then the program itself, which made no call; no word of the loader's worker.
-    assert sorted(titles[:2]) == ["rank 0 of 2", "rank 1 of 2"]
-    assert titles[2:] == ["rank 0 of 1"]
-    assert re.search(r"\): no call of torch's object collectives in [\d.]+ s$", told(run)[-1])
-    assert sum(line.endswith(_REPLACED) for line in told(run)) == 1
+    replaced, head, *lines, last = told(run)
+    assert "object collectives on 2 ranks" in head
+    assert _row(lines[1])[:3] == ("all_gather_object", "2", "1")  # type: ignore[index]  # it is one
+    # Then the program itself, which made no call; no word of the loader's worker.
+    assert re.match(r"no call of torch's object collectives in [\d.]+ s \(process ", last)
+    assert len(lines) == 4
+    assert replaced.endswith(_REPLACED)
 
 
 @pytest.mark.long  # five processes import torch

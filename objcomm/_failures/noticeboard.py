@@ -169,6 +169,11 @@ class Board:
         own = self._processes.own = self._processes.own._replace(calls=told)
         self._store.set(f"process/{self.rank}", pack_record(own))
 
+    def tell_figures(self, figures: bytes) -> None:
+        """Add to who this process is what its calls have cost."""
+        own = self._processes.own = self._processes.own._replace(figures=figures)
+        self._store.set(f"process/{self.rank}", pack_record(own))
+
     def acknowledge(self, key: str, awaited: int) -> None:
         """Say that this rank knows a verdict; the last of ``awaited`` ranks removes it."""
         if self._store.add(f"known/{key}", 1) >= awaited:

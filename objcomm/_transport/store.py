@@ -141,7 +141,7 @@ class Clients:
                 kept.check([_NO_KEY])
                 return kept
         if self._latest and all(has_closed(*each) for each in self._latest.items()):
-            _refuse_lost(store)
+            refuse_lost(store)
         before = open_sockets()
         own: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
         if isinstance(end := bare(own), dist.TCPStore):
@@ -160,7 +160,7 @@ class Clients:
         self._free.append(own)
 
 
-def _refuse_lost(store: dist.Store) -> None:
+def refuse_lost(store: dist.Store) -> None:
     """Raise if nobody listens where a store was: torch tries on for its own limit, 5 minutes.
 
     An outage is not told so, and may pass.
