@@ -1,7 +1,35 @@
 """Any Python object between the ranks of a PyTorch job: fast, exact, and never a silent hang.
 
-What is public goes by this name. The code stands in rooms, and each imports only from those before
-it; an underscore says which are private:
+The calls that most programs need. Every rank makes them, in the same order:
+
+- ``init()`` joins the ranks that torchrun, SLURM or MPI has started; ``shutdown()`` leaves them.
+- ``rank()`` is this process's number, ``world_size()`` how many ranks there are.
+- ``broadcast(obj)`` gives every rank the object of rank 0.
+- ``gather(obj)`` gives rank 0 a list of all ranks' objects; ``all_gather(obj)`` gives it to every
+  rank.
+- ``scatter(objects)`` gives each rank its item of rank 0's list.
+- ``all_reduce(obj, op)`` combines all ranks' objects: by ``"sum"``, ``"union"`` and the like, or by
+  a function of two objects.
+- ``barrier()`` returns when all ranks have called it.
+
+Without a launcher the program is the only rank, and every call works:
+
+    >>> import objcomm
+    >>> start = objcomm.init()
+    >>> config = objcomm.broadcast({"lr": 0.1} if objcomm.rank() == 0 else None)
+    >>> config
+    {'lr': 0.1}
+    >>> objcomm.gather({"rank": objcomm.rank(), "right": 40})
+    [{'rank': 0, 'right': 40}]
+    >>> objcomm.all_reduce({"cat"}, "union")
+    {'cat'}
+    >>> objcomm.shutdown()
+
+``help(objcomm.broadcast)`` describes one call. Start several ranks with
+``torchrun --nproc-per-node=4 train.py``.
+
+For readers of the code: it stands in rooms, and each imports only from those before it. An
+underscore says which are private.
 
 - ``errors``, ``_config``, ``_environment`` and ``_world`` are the ground: what can go wrong,
   what is set, where this process runs, and torch's process groups.

@@ -82,12 +82,9 @@ def examples(name: str) -> list[doctest.DocTest]:
 
 def documented_modules() -> list[str]:
     """The modules whose docstrings hold examples."""
-    names = [
-        found.name
-        for found in pkgutil.walk_packages(objcomm.__path__, "objcomm.")
-        if not found.name.startswith(("objcomm.demo", "objcomm.__main__"))
-    ]
-    return [name for name in names if examples(name)]
+    found = [each.name for each in pkgutil.walk_packages(objcomm.__path__, "objcomm.")]
+    names = [name for name in found if not name.startswith(("objcomm.demo", "objcomm.__main__"))]
+    return [name for name in ["objcomm", *names] if examples(name)]
 
 
 def run_examples(name: str) -> None:

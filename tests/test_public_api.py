@@ -146,6 +146,16 @@ def test_the_annotations_of_a_public_class_can_be_resolved(name: str) -> None:
     typing.get_type_hints(PUBLIC[name])
 
 
+def test_help_begins_with_ten_calls_and_one_example() -> None:
+    before, example, _ = (objcomm.__doc__ or "").partition(">>> import objcomm\n")
+    assert example
+    calls = re.findall(r"``(\w+)\([\w, ]*\)``", before)
+    assert len(calls) == len(set(calls)) == 10
+    for name in calls:
+        assert callable(getattr(objcomm, name))
+    assert "room" not in before  # how the code is arranged comes after that
+
+
 def test_the_first_docstring_names_every_room() -> None:
     named = set(re.findall(r"``(\w+)``", objcomm.__doc__ or ""))
     rooms = {found.name for found in pkgutil.iter_modules(objcomm.__path__)}
