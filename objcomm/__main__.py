@@ -15,17 +15,19 @@ import objcomm
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and carry it out; return the exit status."""
     given = sys.argv[1:] if argv is None else argv
+    is_module = sys.modules["__main__"].__spec__ is not None  # else the console command
+    typed = "python -m objcomm" if is_module else "objcomm"
     if given[:1] == ["run"]:  # what follows is the program's, options included
-        importlib.import_module("objcomm.run").main(given[1:])
-    arguments = _parser().parse_args(given)
+        importlib.import_module("objcomm.run").main(given[1:], typed=f"{typed} run")
+    arguments = _parser(typed).parse_args(given)
     command = importlib.import_module(f"objcomm.{arguments.room}.command")
     status: int = command.run(arguments, arguments.refuse)
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(typed: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m objcomm",
+        prog=typed,
         description="Looks at ranks before a job, and at what they have written after it; or runs "
         "a program with torch's object collectives replaced.",
         epilog="python -m objcomm.demo trains and evaluates on a few ranks, to try objcomm.",
@@ -41,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Reads what objcomm.recorder.dump, or an error with a record folder, wrote on "
         "each rank; matches the ranks' calls; prints them; and says where the ranks part. Lines "
         "marked > are calls in which they do.",
-        epilog="Example: python -m objcomm inspect records/ --trace trace.json",
+        epilog="Example: %(prog)s records/ --trace trace.json",
     )
     inspecting.add_argument(
         "files",

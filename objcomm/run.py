@@ -29,13 +29,14 @@ tracebacks, and the processes that it starts. Each rank is started this way:
 """
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
+def main(argv: Sequence[str] | None = None, typed: str = f"python -m {_NAME}") -> NoReturn:
     """Run the program that this process's command line names, in this process's place.
 
     Args:
         argv: what stands behind ``objcomm run``; None for ``python -m objcomm.run``.
+        typed: by which words the user has called this.
     """
-    program, has_report = _parsed(sys.argv[1:] if argv is None else argv)
+    program, has_report = _parsed(sys.argv[1:] if argv is None else argv, typed)
     before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv[1:])]
     if argv is not None and sys.modules["__main__"].__spec__ is None:
         options = before[:-1]  # before the path of the console command
@@ -47,13 +48,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     os.execv(sys.executable, [sys.executable, *options, *program])  # noqa: S606  # our own Python, no shell
 
 
-def _parsed(argv: Sequence[str]) -> tuple[Sequence[str], bool]:
+def _parsed(argv: Sequence[str], typed: str) -> tuple[Sequence[str], bool]:
     """The program's part of the command line, as Python takes it, and whether a report is asked.
 
     Whatever stands behind the script or ``-m`` is the program's, options included.
     """
     parser = argparse.ArgumentParser(
-        prog=f"python -m {_NAME}",
+        prog=typed,
         usage="%(prog)s [--report] (SCRIPT | -m MODULE) [ARGUMENT ...]",
         description="Runs a program with torch's object collectives replaced by objcomm's, also "
         "where their names are imported early. Rank 0 says so in one line on standard error.",
@@ -79,7 +80,7 @@ def _parsed(argv: Sequence[str]) -> tuple[Sequence[str], bool]:
     if program[0] in _LAUNCHERS and not Path(program[0]).exists():
         parser.error(
             f"{program[0]} starts the ranks, so it comes first, and runs this on each: "
-            f"see the examples of python -m {_NAME} --help"
+            f"see the examples of {typed} --help"
         )
     if sys.flags.ignore_environment or sys.flags.no_site:
         parser.error(

@@ -446,8 +446,27 @@ def test_a_wrong_command_line_is_told(words: tuple[str, ...], message: str) -> N
     assert message in run.err
 
 
+@pytest.mark.parametrize("form", ["python -m objcomm", "objcomm"])
+def test_help_names_the_words_that_were_typed(form: str, tmp_path: Path) -> None:
+    console = tmp_path / "objcomm"
+    console.write_text("from objcomm.__main__ import main\nmain()\n")  # as pip writes it
+    words = (str(console),) if form == "objcomm" else ("-m", "objcomm")
+    whole = python(*words, "--help").out
+    assert whole.startswith(f"usage: {form} ")
+    for command in ("run", "doctor", "inspect"):
+        assert re.search(rf"^    {command} ", whole, re.MULTILINE)
+        assert python(*words, command, "--help").out.startswith(f"usage: {form} {command} ")
+    for command, option in (("doctor", "--nproc"), ("inspect", "--last")):
+        wrong = python(*words, command, option, "many").err
+        assert wrong.startswith(f"usage: {form} {command} ")
+    wrong = python(*words, "run", "torchrun", "train.py").err
+    assert wrong.endswith(f"see the examples of {form} run --help\n")
+    assert f"Example: {form} inspect records/" in python(*words, "inspect", "--help").out
+
+
 def test_help_says_how_ranks_are_started() -> None:
     run = python(*RUN, "--help")
     assert run.status == 0
+    assert run.out.startswith("usage: python -m objcomm.run ")
     assert "torchrun --nproc-per-node=4 -m objcomm.run train.py" in run.out
     assert python(*RUN, "-h").out == run.out
