@@ -1,10 +1,11 @@
-"""The pictures: our times as shares of torch's, at the world that is judged, on a logarithmic axis.
+"""The pictures: how many times as fast as torch objcomm is, at the world that is judged.
 
-SVG, written here: text keeps the size that it was given, so a telephone can show it.
+SVG, written here: text keeps the size that it was given, so a telephone can show it. A reader's
+font may be wider than another's, so each text has room for the widest that are common.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -32,11 +33,12 @@ _HEADLINE = (
 # In units of the picture, which is as wide as a telephone's page, nearly.
 _WIDTH = 420
 _MARGIN = 10
-_HEAD = 44
-_ROW = 38
-_FOOT = 26
-_FIGURES = 44  # room for them, to the right of the axis
-_TICKS = (0.01, 0.1, 1.0)
+_HEAD = 50
+_ROW = 40
+_FOOT = 48
+_FIGURES = 56  # room for them, behind the longest bar
+# Where the longest bar is that many times as long as torch's, the axis is logarithmic.
+_LINEAR_MAX = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,8 @@ class Colours:
 
 
 PALETTES = {
-    "light": Colours(text="#1f2328", faint="#8c959f", faster="#2f6fb0", slower="#bc4c00"),
-    "dark": Colours(text="#e2e4e9", faint="#7d8590", faster="#6cb0f5", slower="#f0883e"),
+    "light": Colours(text="#1f2328", faint="#6e7781", faster="#2f6fb0", slower="#bc4c00"),
+    "dark": Colours(text="#e2e4e9", faint="#9aa4af", faster="#6cb0f5", slower="#f0883e"),
 }
 
 
@@ -95,53 +97,81 @@ def draw(results: Results, folder: Path) -> bool:
 
 def _picture(bars: Mapping[str, float], colours: Colours) -> Iterator[str]:
     height = _HEAD + _ROW * len(bars) + _FOOT
-    title = f"time of objcomm as a share of torch's object collective, {JUDGED_WORLD} ranks"
+    speeds = {name: 1 / share for name, share in bars.items()}
+    title = f"how many times as fast as torch's object collectives objcomm is, {JUDGED_WORLD} ranks"
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
         f'role="img" font-family="system-ui, sans-serif" font-size="13" fill="{colours.text}">'
     )
     yield f"<title>{escape(title)}</title>"
-    yield f'<text x="{_MARGIN}" y="16" font-weight="600">Time, as a share of torch\'s</text>'
-    note = f"{JUDGED_WORLD} ranks, one machine, torch over Gloo; the farther left of 1, the faster"
-    yield f'<text x="{_MARGIN}" y="33" font-size="12" fill="{colours.faint}">{note}</text>'
-    left, scale = _axis(bars)
-    for tick in _TICKS:
-        x = _MARGIN + scale * (math.log10(tick) - left)
-        if x >= _MARGIN:
-            top = _HEAD if tick == 1 else height - _FOOT - 5
-            yield _line(x, top, height - _FOOT, colours.faint)
-            yield (
-                f'<text x="{x:.0f}" y="{height - 8}" font-size="12" text-anchor="middle" '
-                f'fill="{colours.faint}">{tick:g}</text>'
-            )
-    for at, (name, share) in enumerate(bars.items()):
-        one, end = (_MARGIN + scale * (math.log10(value) - left) for value in (1, share))
-        yield from _bar(name, share, _HEAD + _ROW * at, sorted((one, end)), colours)
+    yield (
+        f'<text x="{_MARGIN}" y="18" font-size="15" font-weight="600">'
+        "How many times as fast as torch</text>"
+    )
+    note = f"{JUDGED_WORLD} ranks, one machine, torch over Gloo, median times"
+    yield f'<text x="{_MARGIN}" y="37" font-size="12" fill="{colours.faint}">{note}</text>'
+    start, place, ticks = _axis(speeds.values())
+    bottom = height - _FOOT
+    for tick in ticks:
+        x = place(tick)
+        yield _line(x, bottom, bottom + 5, colours.faint)
+        label, anchor = ("torch", "start") if tick == 1 else (f"{tick:g} ×", "middle")
+        yield (
+            f'<text x="{x:.0f}" y="{bottom + 18}" font-size="12" text-anchor="{anchor}" '
+            f'fill="{colours.faint}">{label}</text>'
+        )
+    is_linear = start == 0
+    axis = "times as fast as torch" + ("" if is_linear else " (logarithmic)")
+    yield (
+        f'<text x="{_MARGIN + (_WIDTH - 2 * _MARGIN - _FIGURES) / 2:.0f}" y="{bottom + 36}" '
+        f'font-size="12" text-anchor="middle" fill="{colours.faint}">{axis}</text>'
+    )
+    for at, (name, speed) in enumerate(speeds.items()):
+        ends = sorted((place(start), place(speed)))
+        y = _HEAD + _ROW * at
+        yield from _bar(name, speed, y, ends, colours)
+        yield _line(place(1.0), y + 18, y + 34, colours.text)  # past the names
     yield "</svg>"
 
 
-def _axis(bars: Mapping[str, float]) -> tuple[float, float]:
-    """The logarithm at the left edge, and units for each power of ten."""
-    left = math.log10(min(0.05, *bars.values()) / 1.5)
-    right = math.log10(max(1.3, *bars.values()))
-    return left, (_WIDTH - 2 * _MARGIN - _FIGURES) / (right - left)
+def _axis(
+    speeds: Collection[float],
+) -> tuple[float, Callable[[float], float], Sequence[float]]:
+    """The speed at which bars begin, where on the picture a speed is, and those that are marked."""
+    width = _WIDTH - 2 * _MARGIN - _FIGURES
+    most = max(speeds)
+    if most <= _LINEAR_MAX:
+        return 0.0, lambda speed: _MARGIN + width * speed / most, [1, *range(5, int(most) + 1, 5)]
+    left, right = math.log10(min(1.0, *speeds)), math.log10(most)
+    ticks = [10.0**power for power in range(math.ceil(left), int(right) + 1)]
+    return (
+        1.0,
+        lambda speed: _MARGIN + width * (math.log10(speed) - left) / (right - left),
+        ticks,
+    )
 
 
-def _bar(name: str, share: float, y: int, ends: Sequence[float], colours: Colours) -> Iterator[str]:
+def _bar(name: str, speed: float, y: int, ends: Sequence[float], colours: Colours) -> Iterator[str]:
     operation, _, payload = name.partition(": ")
-    colour = colours.faster if share < 1 else colours.slower
+    colour = colours.faster if speed > 1 else colours.slower
     yield (
-        f'<text x="{_MARGIN}" y="{y + 15}">{escape(operation)}'
+        f'<text x="{_MARGIN}" y="{y + 14}">{escape(operation)}'
         f'<tspan fill="{colours.faint}" font-size="12"> {escape(payload)}</tspan></text>'
     )
     yield (
-        f'<text x="{_WIDTH - _MARGIN}" y="{y + 15}" text-anchor="end" font-weight="600" '
-        f'fill="{colour}">{share:.2f}</text>'
-    )
-    yield (
-        f'<rect x="{ends[0]:.1f}" y="{y + 21}" width="{ends[1] - ends[0]:.1f}" height="8" rx="2" '
+        f'<rect x="{ends[0]:.1f}" y="{y + 20}" width="{ends[1] - ends[0]:.1f}" height="12" rx="2" '
         f'fill="{colour}"/>'
     )
+    yield (
+        f'<text x="{ends[1] + 6:.1f}" y="{y + 31}" font-size="14" font-weight="600" '
+        f'fill="{colour}">{figure(speed)}</text>'
+    )
+
+
+def figure(speed: float) -> str:
+    """A speed as a picture shows it, such as ``11 ×`` or ``2.4 ×``."""
+    digits = 0 if speed >= 10 else 1 if speed >= 2 else 2  # noqa: PLR2004  # three are too many
+    return f"{speed:.{digits}f} ×"
 
 
 def _line(x: float, top: int, bottom: int, colour: str) -> str:

@@ -61,8 +61,8 @@ _DECISIVE = (
 _PICTURE = """\
 ## At a glance
 
-![Time as a share of torch's object collective](assets/benchmarks-light.svg#only-light)
-![Time as a share of torch's object collective](assets/benchmarks-dark.svg#only-dark)
+![How many times as fast as torch's object collectives](assets/benchmarks-light.svg#only-light)
+![How many times as fast as torch's object collectives](assets/benchmarks-dark.svg#only-dark)
 """
 
 _STEPS = """\

@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -56,11 +57,34 @@ def test_the_benchmarks_are_drawn_from_the_recorded_figures(tmp_path: Path) -> N
     assert targets == (_DOCS / "targets.md").read_text(encoding="utf-8")
 
 
+# How wide a letter is on average, as a part of the font's size. These texts have 0.54 and 0.60 in
+# DejaVu Sans, one of the widest common fonts.
+_LETTER, _BOLD_LETTER = 0.62, 0.72
+
+
+@pytest.mark.parametrize("name", ["headline", "benchmarks"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_no_text_of_a_picture_of_benchmarks_is_cut_off(name: str, scheme: str) -> None:
+    root = ElementTree.parse(_DOCS / "assets" / f"{name}-{scheme}.svg").getroot()  # noqa: S314  # our own
+    width = float(root.attrib["viewBox"].split()[2])
+    texts = list(root.iter("{http://www.w3.org/2000/svg}text"))
+    assert len(texts) > 20
+    for text in texts:
+        letter = _BOLD_LETTER if "font-weight" in text.attrib else _LETTER
+        size = float(text.get("font-size", 13)) * letter
+        length = sum(len(part) for part in text.itertext()) * size
+        anchor = {"start": 0.0, "middle": 0.5}[text.get("text-anchor", "start")]
+        left = float(text.attrib["x"]) - anchor * length
+        assert left >= 0
+        assert left + length <= width, "".join(text.itertext())
+
+
 def test_the_readme_tells_what_its_picture_shows() -> None:
     shares = plot.shares(Results.load([_FIGURES]))
     shown = [shares[name] for name in plot._HEADLINE]  # noqa: SLF001  # what the picture has
     readme = (_DOCS.parent / "README.md").read_text(encoding="utf-8")
-    assert f'collectives, from {min(shown):.2f} to {max(shown):.2f}"' in readme
+    least, most = (plot.figure(1 / share) for share in (max(shown), min(shown)))
+    assert f'collectives: from {least} to {most}"' in readme
     large = shares["all_gather: 8 MiB array per rank"]
     assert "`all_gather` of 8 MiB from each of four ranks takes a tenth of torch's time" in readme
     assert f"{large:.1f}" == "0.1"
