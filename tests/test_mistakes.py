@@ -32,12 +32,6 @@ from tests.endings import HUNG, Ending, Endings, Program
 _FOLDER = Path(__file__).parent / "programs" / "mistakes"
 _MISTAKES = {path.stem: path for path in sorted(_FOLDER.glob("*.py"))}
 
-#: Mistakes that are not yet explained as they should be, and what is missing.
-_NOT_YET = {
-    "generator_instead_of_a_list": "does not say what to do",
-    "work_instead_of_its_result": "does not say that wait() gives the result",
-}
-
 
 @dataclass(frozen=True)
 class _Expected:
@@ -142,15 +136,7 @@ def endings() -> Iterator[Endings]:
         yield endings
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=_NOT_YET[name]))
-        if name in _NOT_YET
-        else name
-        for name in _MISTAKES
-    ],
-)
+@pytest.mark.parametrize("name", _MISTAKES)
 def test_a_mistake_is_explained(name: str, endings: Endings) -> None:
     mistake = _read(_MISTAKES[name])
     agent = Agent()
@@ -170,7 +156,3 @@ def test_a_mistake_is_explained(name: str, endings: Endings) -> None:
     ]
     said = [f"[rank {rank}] exit status {end.status}\n{end.said}" for rank, end in enumerate(ended)]
     assert not wrong, "\n".join([*wrong, *said])
-
-
-def test_each_mistake_that_is_not_yet_explained_is_there() -> None:
-    assert _NOT_YET.keys() <= _MISTAKES.keys()

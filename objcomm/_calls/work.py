@@ -13,7 +13,7 @@ import time
 import warnings
 from concurrent import futures
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, Self, TypeVar
 
 import torch
 
@@ -142,6 +142,22 @@ class Work(Generic[T_co]):
 
     def __dir__(self) -> list[str]:
         return [name for name in object.__dir__(self) if name[0] != "_" or name[:2] == "__"]
+
+    if not TYPE_CHECKING:  # a type checker finds the mistake by itself
+
+        def __iter__(self) -> NoReturn:
+            raise TypeError("'Work' object is not iterable; its wait() gives the result")
+
+        def __getitem__(self, key: object) -> NoReturn:
+            raise TypeError("'Work' object is not subscriptable; its wait() gives the result")
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(
+                f"'Work' object has no attribute {name!r}; its wait() gives the result"
+            )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Work can't be sent or copied; its wait() gives the result")
 
     def __repr__(self) -> str:
         state = "in flight" if not self.done() else "failed" if self._error() else "done"

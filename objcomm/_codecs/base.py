@@ -155,8 +155,7 @@ def encode(codec: Codec, obj: object, *, device_type: str | None = None) -> Enco
     except EncodeError:
         raise
     except Exception as error:
-        kind = name_of(type(obj), "__qualname__")
-        raise EncodeError(codec.name, kind, "obj", text_of(error)) from error
+        raise refusal(codec.name, "obj", obj, text_of(error)) from error
     if not isinstance(encoded, Encoded):
         kind = name_of(type(obj), "__qualname__")
         reason = f"its encode() returned a {name_of(type(encoded))}, not an Encoded"
@@ -247,6 +246,34 @@ def copy(codec: Codec, obj: object) -> Any:
 
 # Deep enough for any object that a person can read a path into; a cycle ends here too.
 _DEPTH_MAX = 32
+
+
+def refusal(codec: str, path: str, culprit: object, reason: str) -> EncodeError:
+    """The error for a member that was refused, with what to send in its place if that is known.
+
+    Args:
+        codec: the codec's name.
+        path: of the member.
+        culprit: the member.
+        reason: what the codec said.
+    """
+    if is_iterator(culprit):
+        reason = f"{reason}; send list({path}) instead"
+    return EncodeError(codec, name_of(type(culprit), "__qualname__"), path, reason)
+
+
+#: What gives items one by one; the views of a dict can only be pickled.
+_ITERATORS = (
+    types.GeneratorType,
+    *(type(iter(each)) for each in ([1], (1,), {1: 2}, {1}, range(1))),
+    *map(type, ({1: 2}.keys(), {1: 2}.values(), {1: 2}.items())),
+    *(map, filter, zip, enumerate, reversed),
+)
+
+
+def is_iterator(obj: object) -> bool:
+    """Whether an object is one of Python's own that give items, as a generator or a dict's keys."""
+    return any(type(obj) is each for each in _ITERATORS)  # which asks no metaclass
 
 
 def blame(obj: object, can_encode: Callable[[object], bool]) -> tuple[str, object]:

@@ -13,7 +13,7 @@ import msgpack
 import torch
 
 from objcomm._codecs import array_dtypes, exceptions, tensors
-from objcomm._codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded, blame
+from objcomm._codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded, blame, is_iterator, refusal
 from objcomm._codecs.buffers import Buffer, BufferKind, view
 from objcomm._codecs.nesting import Budget, Spread, check_nesting, weight_of
 from objcomm._codecs.types import (
@@ -25,7 +25,7 @@ from objcomm._codecs.types import (
     set_attributes,
 )
 from objcomm._config import decoding_settings, settings
-from objcomm.errors import DecodeError, EncodeError, ForbiddenTypeError, name_of, shown, text_of
+from objcomm.errors import DecodeError, ForbiddenTypeError, shown, text_of
 
 _NAME = "msgpack"
 _TAG_CODE = 1
@@ -63,10 +63,9 @@ class MsgpackCodec:
             return _Encoder(device_type).encode(obj)
         except Exception as error:
             path, culprit = blame(obj, _can_encode)
-            kind = name_of(type(culprit), "__qualname__")
             if isinstance(error, _RefusedError):  # whose text is all that there is to it
-                raise EncodeError(_NAME, kind, path, str(error)) from None
-            raise EncodeError(_NAME, kind, path, text_of(error)) from error
+                raise refusal(_NAME, path, culprit, str(error)) from None
+            raise refusal(_NAME, path, culprit, text_of(error)) from error
 
     def decode(
         self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
@@ -189,6 +188,8 @@ class _Encoder:
             parts = name, made_of, attributes.pop("__notes__", []), str(obj)
             lowered = _extended("exception", *map(self._lower, parts))
             rest = args, fields, attributes, links
+        elif is_iterator(obj):
+            raise _RefusedError("it gives items, and is no plain data")
         else:
             raise _RefusedError(
                 "its class is not registered; use objcomm.register(cls), or codec='pickle'"

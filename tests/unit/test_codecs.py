@@ -101,6 +101,19 @@ def test_a_refusal_names_the_place_in_what_is_no_container(
     assert (caught.value.path, caught.value.type_name) == (path, "lock")
 
 
+@pytest.mark.parametrize(
+    "made", [{1: 2}.keys(), {1: 2}.values(), map(int, "12"), zip("12", strict=True), iter([1])]
+)
+def test_what_gives_items_is_sent_as_a_list(made: object) -> None:
+    with pytest.raises(EncodeError, match=r"; send list\(obj\['a'\]\) instead$"):
+        objcomm.to_tensor({"a": made}, codec="msgpack")
+
+
+def test_a_generator_is_sent_as_a_list(codec: str) -> None:
+    with pytest.raises(EncodeError, match=r"; send list\(obj\[0\]\) instead$"):
+        objcomm.to_tensor([(number for number in "12")], codec=codec)
+
+
 class _Secretive(type):
     """A metaclass whose classes tell neither name nor anything else that a codec asks for."""
 

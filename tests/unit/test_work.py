@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import copy
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -31,6 +32,26 @@ def test_in_flight_then_done(begun: Callable[..., Begun]) -> None:
     assert work.done()
     assert (work.result(), work.exception(), work.wait()) == ("result", None, "result")
     assert repr(work).endswith("done>")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        sum,
+        lambda work: work[0],
+        lambda work: work.keys(),
+        copy.copy,
+        lambda work: objcomm.to_tensor([work], codec="pickle"),
+    ],
+)
+def test_one_that_is_used_as_its_result_says_what_gives_that(
+    use: Callable[[Any], object], begun: Callable[..., Begun]
+) -> None:
+    work = begun([1]).end()
+    with pytest.raises(Exception, match=r"Work.*; its wait\(\) gives the result$") as caught:
+        use(work)
+    assert caught.type in {TypeError, AttributeError, objcomm.EncodeError}
+    assert not hasattr(work, "keys")
 
 
 def test_in_flight_then_failed(begun: Callable[..., Begun]) -> None:
