@@ -132,17 +132,24 @@ class DecodeError(CodecError):
         reason: what went wrong.
         lacking: what this process does not have, as ``module`` or ``module:name``; empty where
             that is not what went wrong.
+        path: the member that could not be rebuilt, for example ``obj['model'].head``; empty where
+            that is not known.
+        made_by: the name of the class, or of the function, that was to rebuild it; likewise.
         origin: which rank gave the object, to which operation, and at which line of its program;
             None where no rank sent it, as in ``from_tensor``.
     """
 
     origin: "Position | None" = None
 
-    def __init__(self, codec: str, reason: str, lacking: str = "") -> None:
-        super().__init__(codec, reason, lacking)
+    def __init__(
+        self, codec: str, reason: str, lacking: str = "", path: str = "", made_by: str = ""
+    ) -> None:
+        super().__init__(codec, reason, lacking, path, made_by)
         self.codec = codec
         self.reason = reason
         self.lacking = lacking
+        self.path = path
+        self.made_by = made_by
 
     def __str__(self) -> str:
         what, sender = "what arrived", "the sender"
@@ -150,6 +157,8 @@ class DecodeError(CodecError):
             where = f" at {self.origin.call_site}" if self.origin.call_site else ""
             sender = f"rank {self.origin.rank}"
             what = f"what {sender} gave to {self.origin.operation}{where}"
+        if self.path:
+            what += f", at {self.path}, made by {self.made_by!r}"
         told = f"codec {self.codec!r} cannot decode {what}: {self.reason}"
         return told + _cure_of(self.lacking, sender)
 

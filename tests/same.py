@@ -61,6 +61,12 @@ class _Comparison:
             self.compare(got.imag, want.imag, f"{path}.imag")
         elif isinstance(want, decimal.Decimal):
             assert got.as_tuple() == want.as_tuple(), f"{path}: {got!r} is not {want!r}"
+        elif isinstance(want, memoryview):
+            facts = [(v.format, v.shape, v.strides, v.readonly) for v in (got, want)]
+            assert facts[0] == facts[1], f"{path}: {facts[0]} is not {facts[1]}"
+            assert got.tobytes() == want.tobytes(), path
+        elif isinstance(want, torch.UntypedStorage):
+            assert bytes(got) == bytes(want), path
         elif isinstance(want, types.FunctionType):
             self._compare_functions(got, want, path)
         elif isinstance(want, BaseException):

@@ -61,6 +61,10 @@ plain(
     lambda: {"a": torch.zeros(3), "b": torch.ones(300, 300), "c": torch.arange(2)},
 )
 plain("dtype, device and size", lambda: [torch.bfloat16, torch.device("cpu"), torch.Size([2, 3])])
+plain("limits of dtypes", lambda: [torch.finfo(torch.bfloat16), torch.iinfo(torch.uint8)])
+pickled("storage", lambda: torch.arange(3.0).untyped_storage())
+pickled("storage of 1 MB", lambda: torch.arange(250_000).untyped_storage())
+pickled("storage without bytes", lambda: torch.empty(0).untyped_storage())
 plain("meta tensor", lambda: torch.empty(1 << 40, device="meta"))
 
 plain("tensor with attributes", lambda: _with_attribute(torch.ones(2)))
@@ -126,6 +130,8 @@ pickled("the same tensor three times", _tied)
 
 
 def _arrays() -> None:
+    pickled("limits of numpy's dtypes", lambda: [np.finfo(np.float32), np.iinfo(np.int8)])
+    pickled("memoryview of an array", lambda: np.arange(6.0).reshape(2, 3).data)
     record = np.dtype([("id", "<i4"), ("xy", "<f8", (2,)), ("name", "S3")])
     plain("array", lambda: np.arange(6.0).reshape(2, 3))
     plain("array of 1 MB", lambda: np.arange(250_000, dtype=np.float32))

@@ -4,19 +4,23 @@ A codec splits an object into *meta*, its own bytes, and *buffers*, the memory o
 Buffers travel as they are, from the sender's memory into memory that the receiver allocates once.
 """
 
+import contextlib
 import dataclasses
 import functools
 import re
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from objcomm._codecs.buffers import Buffer, duplicate
 from objcomm._config import Settings, decoding, decoding_settings, settings
 from objcomm.errors import DecodeError, EncodeError, UsageError, name_of, not_accepted, text_of
+
+if TYPE_CHECKING:
+    from objcomm._codecs.places import Place
 
 #: Members of this size or more leave a codec's bytes and become buffers.
 OUT_OF_BAND_FROM_NBYTES = 64 * 1024
@@ -200,10 +204,22 @@ def decode(
         raise DecodeError(name, "there is no memory for it") from error
     except Exception as error:
         lacking = _lacking(error)
-        advice = "" if lacking else "; see that all ranks have the same version of its class"
-        raise DecodeError(name, f"{text_of(error)}{advice}", lacking) from error
+        advice = "" if lacking else _ADVICE.format(codec=name)
+        find: Callable[..., Place | None] | None = getattr(codec, "place_of_failure", None)
+        path, made_by = "", ""
+        with contextlib.suppress(Exception):  # a key whose repr() raises
+            path, made_by = (find and find(meta, buffers, device)) or ("", "")
+        raise DecodeError(name, f"{text_of(error)}{advice}", lacking, path, made_by) from error
     finally:
         decoding.settings = before
+
+
+# Whether all ranks have the same classes only a sender can try.
+_ADVICE = (
+    "; try objcomm.from_tensor(objcomm.to_tensor(obj, codec={codec!r})) on the rank that sent it: "
+    "if that raises it as well, the class can't be rebuilt of what it gives to the codec, "
+    "otherwise ranks have different versions of the class"
+)
 
 
 # As pickle says it, and as Python itself does.

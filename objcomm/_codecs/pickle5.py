@@ -13,7 +13,9 @@ import contextlib
 import copyreg
 import dataclasses
 import enum
+import functools
 import importlib
+import io
 import pickle
 import struct
 import sys
@@ -22,12 +24,12 @@ import types
 import typing
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from objcomm._codecs import array_dtypes, exceptions, restricted, tensors
+from objcomm._codecs import array_dtypes, exceptions, places, restricted, tensors
 from objcomm._codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded, blame, refusal
 from objcomm._codecs.buffers import Buffer, BufferKind, duplicate, view
 from objcomm._config import decoding_settings
@@ -124,6 +126,15 @@ class PickleCodec:
             return pickle.loads(meta)  # noqa: S301  # what this codec is for
         with tensors.landing(device):
             return pickle.loads(meta, buffers=buffers)  # noqa: S301  # likewise
+
+    def place_of_failure(
+        self, meta: memoryview, buffers: Sequence[Any], device: torch.device | None
+    ) -> places.Place | None:
+        """Where ``decode`` has failed; None under ``allow=``: this calls what a sender chose."""
+        if decoding_settings().allow is not None:
+            return None
+        with tensors.landing(device):
+            return places.place_of_failure(meta, buffers)
 
 
 class _Copying(threading.local):
@@ -228,7 +239,8 @@ class _Pickler(pickle.Pickler):
             return self._reduce_by_value(obj)
         if issubclass(kind, BaseException):
             return _reduce_exception(obj)
-        return _reduce_dtype(obj) if kind.__module__ == "numpy.dtypes" else NotImplemented
+        usual = _reduce_by_state if _is_asked_while_empty(kind) else _usual  # type: ignore[arg-type]  # every class has a hash
+        return (_REDUCE.get(kind) or _REDUCE_BY_MODULE.get(kind.__module__, usual))(obj)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
         if tensors.is_plain_tensor(tensor):
@@ -386,6 +398,106 @@ def _reduce_dtype(dtype: Any) -> Any:
         return array_dtypes.array_dtype_named, (array_dtypes.array_dtype_name(dtype),)
     except (TypeError, ValueError):
         return NotImplemented
+
+
+def _usual(_: Any) -> Any:
+    return NotImplemented
+
+
+def _reduce_of_numpy(obj: Any) -> Any:
+    return _reduce_limits(obj) if type(obj).__name__ == "finfo" else NotImplemented
+
+
+def _reduce_limits(limits: Any) -> Any:
+    """What a dtype can hold; torch's give the dtype as a text."""
+    dtype = limits.dtype
+    return type(limits), (tensors.dtype_named(dtype) if type(dtype) is str else dtype,)
+
+
+def _reduce_view(view: memoryview) -> Any:
+    made = view.format, view.shape
+    try:
+        _as_shaped(view, *made)  # as it will be made
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "a memoryview can be sent only if it is contiguous, in C order and of a native format "
+            f"({error}); send bytes(view)"
+        ) from error
+    return _as_shaped, (pickle.PickleBuffer(view), *made)
+
+
+def _as_shaped(memory: Any, form: Any, shape: Any) -> memoryview:
+    flat = memoryview(memory).cast("B")
+    return flat if (form, shape) == ("B", flat.shape) else flat.cast(form, shape)
+
+
+def _reduce_storage(storage: torch.UntypedStorage) -> Any:
+    """As a tensor: torch's own way writes what it can't read."""
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return _storage_of, (flat.set_(storage),)
+
+
+def _storage_of(flat: torch.Tensor) -> torch.UntypedStorage:
+    storage = flat.untyped_storage()
+    is_whole = storage.nbytes() == flat.numel()
+    return storage if is_whole else flat.clone().untyped_storage()
+
+
+def _reduce_exported(obj: Any) -> Any:
+    """By torch's own functions for files: as a pickle it can't be read."""
+    if type(obj).__name__ != "ExportedProgram":
+        return NotImplemented
+    with io.BytesIO() as file:
+        torch.export.save(obj, file)
+        return _load_exported, (file.getvalue(),)
+
+
+def _load_exported(saved: bytes) -> Any:
+    return torch.export.load(io.BytesIO(saved))
+
+
+_REDUCE: dict[type, Callable[[Any], Any]] = {
+    torch.finfo: _reduce_limits,
+    torch.iinfo: _reduce_limits,
+    torch.UntypedStorage: _reduce_storage,
+    memoryview: _reduce_view,
+}
+# Classes of modules that need not be imported.
+_REDUCE_BY_MODULE: dict[str, Callable[[Any], Any]] = {
+    "numpy": _reduce_of_numpy,
+    "numpy.dtypes": _reduce_dtype,
+    "torch.export.exported_program": _reduce_exported,
+}
+
+
+@functools.lru_cache(maxsize=256)
+def _is_asked_while_empty(kind: Any) -> bool:
+    """Whether pickle, looking for ``__setstate__``, calls its ``__getattr__`` on a new object."""
+    names = {name for base in kind.__mro__ for name in vars(base)}  # not those of a metaclass
+    return "__getattr__" in names and "__setstate__" not in names and not issubclass(kind, type)
+
+
+def _reduce_by_state(obj: Any) -> Any:
+    """Python's own way, without asking an object that has no attributes yet for ``__setstate__``.
+
+    A ``dict.get`` as its ``__getattr__`` answers None, and one that asks a member asks without end.
+    """
+    if type(obj) in copyreg.dispatch_table:
+        return NotImplemented
+    reduced = obj.__reduce_ex__(5)
+    if type(reduced) is not tuple or len(reduced) < 3 or reduced[2] is None:  # noqa: PLR2004  # the state
+        return reduced
+    *parts, set_state = (*reduced, *[None] * 3)[:6]
+    return *parts, set_state or _set_state
+
+
+def _set_state(obj: Any, state: Any) -> None:
+    """As pickle does where there is no ``__setstate__``."""
+    state, slots = state if type(state) is tuple and len(state) == 2 else (state, None)  # noqa: PLR2004  # as pickle
+    if state:
+        obj.__dict__.update(state)
+    for name, value in (slots or {}).items():
+        object.__setattr__(obj, name, value)
 
 
 def _reduce_exception(error: BaseException) -> Any:

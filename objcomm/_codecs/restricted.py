@@ -250,15 +250,18 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         An array, for instance, takes members from whatever names an address in memory.
         """
         target = self.stack[-1]
+        self._check_may_grow(target, *usual)
+        if self._fetched.get((len(self.metastack), len(self.stack))) == id(target):
+            # What holds it would become deeper, and nobody would notice.
+            raise DecodeError(_NAME, "members are added to what is a member of something else")
+        return target
+
+    def _check_may_grow(self, target: Any, *usual: type) -> None:
         self._has_grown_late |= id(target) in self._held
         kind = type(target)
         is_named = id(target) in self._callable or isinstance(target, enum.Enum)
         if is_named or (kind not in usual and kind not in self._classes):
             raise ForbiddenTypeError(_NAME, f"members are added to a {name_of(kind)}")
-        if self._fetched.get((len(self.metastack), len(self.stack))) == id(target):
-            # What holds it would become deeper, and nobody would notice.
-            raise DecodeError(_NAME, "members are added to what is a member of something else")
-        return target
 
     def _get(self, position: int) -> None:
         """Fetch what the stream has made before; what is being made never is in that place."""
@@ -339,6 +342,12 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         arguments, function = self.stack.pop(), self.stack.pop()
         if id(function) not in self._callable:
             raise ForbiddenTypeError(_NAME, f"a {type(function).__name__} is called")
+        if function is _set_state:  # in the place of BUILD, where a class has a ``__getattr__``
+            if type(arguments) is not tuple or len(arguments) != 2:  # noqa: PLR2004  # see there
+                raise DecodeError(_NAME, "a state is not given to an object")
+            self._build(*arguments)
+            self.append(None)
+            return
         if isinstance(function, enum.EnumMeta):
             self._look_up(function, arguments)
             return
@@ -355,12 +364,17 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
 
     def load_build(self) -> None:
         state = self.stack.pop()
-        kind = type(self.stack[-1])
+        if type(self.stack[-1]) in self._classes:
+            self._target()
+        self._build(self.stack[-1], state)
+
+    def _build(self, target: Any, state: Any) -> None:
+        kind = type(target)
         if kind not in self._classes:
             raise ForbiddenTypeError(
                 _NAME, f"a {kind.__name__} is given a state, but its class is not in allow="
             )
-        target = self._target()
+        self._check_may_grow(target)
         self._nest(target, state)
         self._budget.spend(len(state) if type(state) in {dict, tuple} else 1)
         if hasattr(kind, "__setstate__"):
@@ -380,7 +394,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         for name, value in slots.items():
             if name.startswith("__") and name.endswith("__"):
                 raise ForbiddenTypeError(_NAME, f"the state of a {kind.__name__} sets {name!r}")
-            setattr(target, name, value)
+            object.__setattr__(target, name, value)
 
     def load_bytearray8(self) -> None:
         nbytes = int.from_bytes(self.read(8), "little")
@@ -483,6 +497,10 @@ def _same(buffer: Any) -> Any:
     return buffer
 
 
+def _set_state(obj: Any, state: Any) -> None:
+    """Stands for what ``load_reduce`` does, for whose state may be set is said by ``allow=``."""
+
+
 #: What every stream may name, by the name it has there.
 _TOOLS: dict[str, Any] = {
     **{f"builtins.{each.__name__}": each for each in (complex, range, slice)},
@@ -502,6 +520,7 @@ _TOOLS: dict[str, Any] = {
     "objcomm._codecs.pickle5._rebuild_tensor": _tensor,
     "objcomm._codecs.pickle5._same": _same,
     "objcomm._codecs.pickle5._set_attributes": set_attributes,
+    "objcomm._codecs.pickle5._set_state": _set_state,
     "numpy._core.multiarray.scalar": _scalar,
     "numpy.core.multiarray.scalar": _scalar,
 }

@@ -71,6 +71,7 @@ MODERATE = Argument(
 )
 NUMBER = _exactly(float, "a float")
 TEXT = _exactly(str, "a text")
+DTYPE = _exactly(torch.dtype, "a dtype")
 SIZE = Argument("a size", lambda given: type(given) is int and 0 <= given < 1 << 63)
 ZONE = Argument(
     "None or a time zone",  # also one of a registered class
@@ -180,6 +181,8 @@ CONSTRUCTORS = {
             (_matches("a device's name", _DEVICE),),
         ),
         Constructor("torch.dtype", tensors.dtype_named, (TEXT,)),
+        Constructor("torch.finfo", torch.finfo, (DTYPE,)),
+        Constructor("torch.iinfo", torch.iinfo, (DTYPE,)),
     )
 }
 
@@ -238,6 +241,8 @@ LOWER: dict[type, tuple[str, Callable[[Any], Sequence[Any]]]] = {
     torch.Size: ("torch.Size", _lower_size),
     torch.device: ("torch.device", lambda device: (str(device),)),
     torch.dtype: ("torch.dtype", lambda dtype: (tensors.dtype_name(dtype),)),
+    torch.finfo: ("torch.finfo", lambda limits: (tensors.dtype_named(limits.dtype),)),
+    torch.iinfo: ("torch.iinfo", lambda limits: (tensors.dtype_named(limits.dtype),)),
 }
 
 # What numpy and torch take from any object for an address in this process's memory.

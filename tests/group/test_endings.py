@@ -124,7 +124,8 @@ def test_a_rank_that_left_before_a_call_is_named_with_its_last_line(world: int) 
         assert f"to rank {world - 1} ended: {made}" in each.said
         assert each.said.endswith("; this is call 1\n")
     # Those that have left by then: the last of them may be a moment later.
-    others = rf"to ranks? [1-{world - 1}, -]+ ended: (it has|they have) left \(objcomm\.shutdown at program\.py"
+    has_left = r"(it has|they have) left \(objcomm\.shutdown at program\.py"
+    others = rf"to ranks? [1-{world - 1}, -]+ ended: {has_left}"
     for ranks, before in ((left, "after 1 call, the last barrier"), (unused, "before its first")):
         assert ranks[0].status == 1
         assert re.search(others, ranks[0].said)

@@ -3,17 +3,18 @@
 import collections
 import functools
 import gc
+import pickle
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pytest
 import torch
 
 import objcomm
-from objcomm import CodecError, EncodeError, UsageError
+from objcomm import CodecError, DecodeError, EncodeError, UsageError
 from objcomm._codecs.base import Encoded, codec_named, registry
 from tests import samples
 from tests.contracts import check_codec
@@ -112,6 +113,155 @@ def test_what_gives_items_is_sent_as_a_list(made: object) -> None:
 def test_a_generator_is_sent_as_a_list(codec: str) -> None:
     with pytest.raises(EncodeError, match=r"; send list\(obj\[0\]\) instead$"):
         objcomm.to_tensor([(number for number in "12")], codec=codec)
+
+
+class Answering(dict[str, int]):
+    """Of a user's: what it lacks it answers with None, ``__setstate__`` included."""
+
+    __getattr__ = dict.get
+
+
+class Wrapper:
+    """Of a user's: while it has no attributes it asks itself for ``inner`` without end."""
+
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class WithSlots(Wrapper):
+    __slots__ = ("kept",)
+    kept: str
+
+
+def test_an_object_that_answers_for_any_attribute_arrives_with_its_own() -> None:
+    mapping = _changed(Answering(a=1), itself=None)
+    mapping.__dict__["itself"] = mapping
+    slotted = WithSlots([])
+    slotted.kept = "kept"
+    for sent in ([mapping, Wrapper(Wrapper([1])), slotted], [Wrapper(3)] * 2):
+        tensor = objcomm.to_tensor(sent)
+        for allow in (None, [Answering, Wrapper, WithSlots]):
+            with objcomm.configure(allow=allow):
+                got = objcomm.from_tensor(tensor)
+            assert list(map(type, got)) == list(map(type, sent))
+            if len(got) == 2:
+                assert got[0] is got[1]
+                continue
+            mapped, wrapped, with_slots = got
+            assert (dict(mapped), mapped.itself is mapped) == ({"a": 1}, True)
+            assert wrapped.inner.inner == [1]
+            assert (with_slots.inner, with_slots.kept) == ([], "kept")
+
+
+def test_a_storage_and_its_tensor_share_their_memory_when_they_arrive() -> None:
+    tensor = torch.arange(4.0)
+    got, storage, again = objcomm.from_tensor(
+        objcomm.to_tensor([tensor, tensor.untyped_storage(), tensor.untyped_storage()])
+    )
+    assert got.untyped_storage().data_ptr() == storage.data_ptr() == again.data_ptr()
+
+
+def test_a_view_that_cannot_be_made_again_is_refused_with_what_to_send() -> None:
+    for view in (memoryview(b"abcd")[::2], np.zeros((2, 3), order="F").data):
+        with pytest.raises(EncodeError, match=r"send bytes\(view\)") as caught:
+            objcomm.to_tensor({"view": view})
+        assert caught.value.path == "obj['view']"
+
+
+def test_a_parametrized_module_is_refused_with_what_to_send() -> None:
+    module = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
+    with pytest.raises(EncodeError, match="state_dict") as caught:
+        objcomm.to_tensor(torch.nn.Sequential(module))
+    assert caught.value.path == "obj._modules['0']"
+
+
+class Doubler(torch.nn.Module):
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return 2 * given
+
+
+def test_an_exported_program_computes_the_same_when_it_arrives() -> None:
+    program = torch.export.export(Doubler(), (torch.ones(2),))
+    got = objcomm.from_tensor(objcomm.to_tensor([program]))[0]
+    assert str(got) == str(program)
+    assert torch.equal(got.module()(torch.ones(2)), torch.full((2,), 2.0))
+
+
+class Unsettable:
+    """One that can be taken apart, but not put together."""
+
+    def __init__(self, key: object = None) -> None:
+        self.key = key
+
+    def __getstate__(self) -> object:
+        return (1,)
+
+    def __setstate__(self, state: object) -> None:
+        raise ArithmeticError("no such state")
+
+
+class Unmakable:
+    def __new__(cls, _: int) -> Self:
+        return object.__new__(cls)
+
+
+class HashedByAttribute:
+    """One that has no hash before it has its state."""
+
+    def __init__(self) -> None:
+        self.key = 1
+        self.known = {self}
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "made_by"),
+    [
+        (Unsettable, "obj", "Unsettable"),
+        (lambda: [[], (1, 2, Unsettable())], "obj[1][2]", "Unsettable"),
+        (lambda: [*range(1500), Unsettable()], "obj[1500]", "Unsettable"),
+        (lambda: dict.fromkeys(range(1500)) | {"z": Unsettable()}, "obj['z']", "Unsettable"),
+        (lambda: {"a": [{"a": (Unmakable(1),)}], "b": 1}, "obj['a'][0]['a'][0]", "Unmakable"),
+        (lambda: {Unsettable(): 1}, "obj key", "Unsettable"),
+        (lambda: frozenset([Unsettable()]), "obj member", "Unsettable"),
+        (lambda: collections.deque([1, Unsettable()]), "obj[1]", "Unsettable"),
+        (lambda: samples.Plain(a=1, b=[Unsettable()]), "obj.b[0]", "Unsettable"),
+        (lambda: [Wrapper(Unsettable())], "obj[0].inner", "Unsettable"),
+        (lambda: [HashedByAttribute()], "obj[0].known", "set"),
+        (lambda: [ValueError(1, Unsettable())], "obj[0] arguments[1][1]", "Unsettable"),
+        (
+            lambda: _changed(torch.nn.Linear(2, 2), own={"a": Unsettable()}),
+            "obj.own['a']",
+            "Unsettable",
+        ),
+    ],
+)
+def test_what_cannot_be_rebuilt_is_named_with_where_it_sits(
+    make: Callable[[], Any], path: str, made_by: str
+) -> None:
+    with pytest.raises(DecodeError) as caught:
+        objcomm.from_tensor(objcomm.to_tensor(make()))
+    error = caught.value
+    assert (error.path, error.made_by) == (path, made_by)
+    for told in (path, made_by, "on the rank that sent it: if that raises it as well"):
+        assert told in str(error)
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301  # its own
+    assert (again.path, again.made_by, str(again)) == (path, made_by, str(error))
+
+
+def test_nothing_that_a_sender_chose_is_called_to_find_where_decoding_failed() -> None:
+    tensor = objcomm.to_tensor([print, Unsettable()])
+    with (
+        objcomm.configure(allow=[Unsettable, "builtins.print"]),
+        pytest.raises(DecodeError, match="no such state") as caught,
+    ):
+        objcomm.from_tensor(tensor)
+    assert caught.value.path == ""
 
 
 class _Secretive(type):
