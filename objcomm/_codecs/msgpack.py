@@ -13,7 +13,14 @@ import msgpack
 import torch
 
 from objcomm._codecs import array_dtypes, exceptions, tensors
-from objcomm._codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded, blame, is_iterator, refusal
+from objcomm._codecs.base import (
+    OUT_OF_BAND_FROM_NBYTES,
+    Encoded,
+    blame,
+    is_iterator,
+    reason_of,
+    refusal,
+)
 from objcomm._codecs.buffers import Buffer, BufferKind, view
 from objcomm._codecs.nesting import Budget, Spread, check_nesting, weight_of
 from objcomm._codecs.types import (
@@ -25,7 +32,7 @@ from objcomm._codecs.types import (
     set_attributes,
 )
 from objcomm._config import decoding_settings, settings
-from objcomm.errors import DecodeError, ForbiddenTypeError, shown, text_of
+from objcomm.errors import DecodeError, ForbiddenTypeError, shown
 
 _NAME = "msgpack"
 _TAG_CODE = 1
@@ -65,7 +72,7 @@ class MsgpackCodec:
             path, culprit = blame(obj, _can_encode)
             if isinstance(error, _RefusedError):  # whose text is all that there is to it
                 raise refusal(_NAME, path, culprit, str(error)) from None
-            raise refusal(_NAME, path, culprit, text_of(error)) from error
+            raise refusal(_NAME, path, culprit, reason_of(error)) from error
 
     def decode(
         self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None

@@ -30,10 +30,9 @@ from typing import Any
 import torch
 
 from objcomm._codecs import array_dtypes, exceptions, places, restricted, tensors
-from objcomm._codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded, blame, refusal
+from objcomm._codecs.base import OUT_OF_BAND_FROM_NBYTES, Encoded, blame, reason_of, refusal
 from objcomm._codecs.buffers import Buffer, BufferKind, duplicate, view
 from objcomm._config import decoding_settings
-from objcomm.errors import text_of
 
 _NAME = "pickle"
 
@@ -90,7 +89,7 @@ class PickleCodec:
             pickler.dump(obj)
         except Exception as error:
             path, culprit = blame(obj, _can_pickle)
-            raise refusal(_NAME, path, culprit, text_of(error)) from error
+            raise refusal(_NAME, path, culprit, reason_of(error)) from error
         sink = pickler.sink
         # By name it would be a call of Python's, as everything here that is one.
         made = sink[0] if len(sink) == 1 else b"".join(sink), sink.buffers

@@ -1,6 +1,7 @@
 """Codecs in one process: what they carry, what they refuse, and what they cost."""
 
 import collections
+import contextlib
 import functools
 import gc
 import pickle
@@ -15,7 +16,7 @@ import torch
 
 import objcomm
 from objcomm import CodecError, DecodeError, EncodeError, UsageError
-from objcomm._codecs.base import Encoded, codec_named, registry
+from objcomm._codecs.base import Encoded, codec_named, decode, registry
 from tests import samples
 from tests.contracts import check_codec
 from tests.ranks import solo
@@ -316,6 +317,29 @@ def test_plain_data_refuses_a_cycle(codec: str) -> None:
     else:
         got = objcomm.from_tensor(objcomm.to_tensor(cycle, codec=codec))
         assert got[0] is got
+
+
+def test_what_is_nested_too_deep_is_refused_with_how_deep_is_fine(codec: str) -> None:
+    deep: Any = None
+    linked: Any = None
+    for _ in range(100_000):  # Python 3.12 takes 10 times as many as 3.11
+        deep, linked = [deep], samples.Plain(next=linked)
+    with objcomm.configure(max_depth=1_000_000):
+        for each in (deep, linked):
+            with pytest.raises(EncodeError, match="deeper than about 250 levels, flatten it"):
+                objcomm.to_tensor(each, codec=codec)
+
+
+def test_hostile_bytes_however_deep_end_in_an_error_or_an_object() -> None:
+    depth = 1_000_000
+    lists = b"\x80\x05" + b"]" * depth + b"a" * (depth - 1) + b"."
+    objects = b"\x80\x05]" + b"(" * depth + b"t" * depth + b"a."
+    for stream in (lists, objects, lists[:-1], lists[: depth // 2]):
+        with contextlib.suppress(DecodeError):
+            decode("pickle", memoryview(stream), ())
+    for max_depth in (200, 2 * depth):
+        with objcomm.configure(max_depth=max_depth), pytest.raises(DecodeError):
+            decode("msgpack", memoryview(b"\x91" * depth + b"\x90"), ())
 
 
 @pytest.mark.parametrize("depth", [100, 100_000])
