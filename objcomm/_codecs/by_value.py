@@ -1,26 +1,69 @@
 """Functions and classes by value: cloudpickle, which is imported only where something needs it.
 
-Functions keep the name of their file. From 3.1.3 on cloudpickle writes ``<dynamic-code>`` instead,
-so that a stream does not depend on where a function was defined; but tracebacks, and the lines that
-errors show, need the file.
+With what it loses: that functions share a variable, the qualified name of a class, the module of a
+type variable. And functions keep the name of their file. From 3.1.3 on cloudpickle writes
+``<dynamic-code>`` instead, so that a stream does not depend on where a function was defined; but
+tracebacks, and the lines that errors show, need the file.
 """
 
+import enum
 import io
-from types import CodeType
+import typing
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import cloudpickle
 
+from objcomm._codecs import exceptions
+
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
-    """Pickles as ``cloudpickle.Pickler`` does, and code with the name of its file beside it."""
+    """Pickles as ``cloudpickle.Pickler`` does, and exactly."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._cells: set[int] = set()  # of functions by value; pickle keeps what it has written
 
     def reducer_override(self, obj: Any) -> Any:
         """Called for every member that is not of a builtin container or scalar type."""
-        if type(obj) is CodeType:
+        return exceptions.reduced(obj) if isinstance(obj, BaseException) else self.reduced(obj)
+
+    def reduced(self, obj: Any) -> Any:
+        """Likewise, of all that may go by value; NotImplemented where pickle has a rule."""
+        kind = type(obj)
+        if kind is CodeType:
             _, parts = self.dispatch_table[CodeType](obj)
             return _code_in, (obj.co_filename, *parts)
-        return super().reducer_override(obj)
+        if kind is CellType:
+            return self._reduce_cell(obj)
+        reduced = super().reducer_override(obj)
+        reducer = self.dispatch_table.get(kind)
+        if reduced is NotImplemented and reducer is not None:
+            reduced = reducer(obj)
+        if reduced is NotImplemented:
+            return reduced
+        if kind is FunctionType and obj.__closure__:
+            return self._with_own_cells(obj, reduced)
+        if kind is typing.TypeVar:
+            return _with_module(obj, reduced)
+        return _with_qualname(obj, reduced) if issubclass(kind, type) else reduced
+
+    def _with_own_cells(self, function: FunctionType, reduced: Any) -> Any:
+        """Cloudpickle's way, which gives each function cells of its own, with those it shares.
+
+        They are empty until the function exists, because it may be in one of them.
+        """
+        make, (*arguments, _), (attributes, slots), *_, set_state = reduced
+        cells = function.__closure__ or ()
+        self._cells.update(map(id, cells))
+        slots["__closure__"] = None
+        state = set_state, (attributes, slots), tuple(map(_content, cells))
+        return make, (*arguments, cells), state, None, None, _set_function
+
+    def _reduce_cell(self, cell: CellType) -> Any:
+        if id(cell) in self._cells:  # the function fills it
+            return CellType, ()
+        return CellType, (), _content(cell), None, None, _fill
 
 
 def dumps(obj: object) -> bytes:
@@ -32,3 +75,46 @@ def dumps(obj: object) -> bytes:
 
 def _code_in(file: str, *parts: Any) -> CodeType:
     return CodeType(*parts).replace(co_filename=file)
+
+
+def _content(cell: CellType) -> tuple[Any, ...]:
+    """What is in it; nothing where its variable has no value yet."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
+
+def _fill(cell: CellType, content: tuple[Any, ...]) -> None:
+    for value in content:
+        cell.cell_contents = value
+
+
+def _set_function(function: FunctionType, state: tuple[Any, ...]) -> None:
+    set_state, state, contents = state
+    for cell, content in zip(function.__closure__ or (), contents, strict=True):
+        _fill(cell, content)
+    set_state(function, state)
+
+
+def _with_qualname(cls: type, reduced: Any) -> Any:
+    """Cloudpickle's way, which keeps the qualified name of enums only.
+
+    Of other classes it keeps what is in their namespace when they are made.
+    """
+    make, arguments, *state = reduced
+    if not state or issubclass(cls, enum.Enum):  # of the interpreter's own it writes the name
+        return reduced
+    kind, name, bases, namespace, *rest = arguments
+    return make, (kind, name, bases, {**namespace, "__qualname__": cls.__qualname__}, *rest), *state
+
+
+def _with_module(variable: Any, reduced: Any) -> Any:
+    """Cloudpickle's way, after which a type variable is of the module that made it: cloudpickle."""
+    if reduced[0] is getattr:  # by its name, for it is in a module
+        return reduced
+    return *reduced, variable.__module__, None, None, _set_module
+
+
+def _set_module(variable: Any, module: str) -> None:
+    variable.__module__ = module

@@ -7,6 +7,7 @@ tracebacks, whose frames hold other objects, and an AttributeError's ``obj``, as
 """
 
 import builtins
+import contextlib
 import copyreg
 import functools
 import types
@@ -171,6 +172,29 @@ def complete_with_state(error: BaseException, rest: tuple[Any, ...]) -> None:
 def _link(error: BaseException, links: Links | None) -> None:
     if links is not None:
         error.__cause__, error.__context__, error.__suppress_context__ = links
+
+
+def reduced(error: BaseException) -> Any:
+    """What a pickler's ``reducer_override`` returns for it."""
+    kind = type(error)
+    if is_rebuilt_by_args(kind):
+        with contextlib.suppress(Exception):  # a class of an extension, which only itself can make
+            made_of, *others = take_apart(error)
+            call = make, (kind, made_of)
+            return (*call, tuple(others), None, None, complete) if any(others) else call
+    notes, links = vars(error).get("__notes__"), links_of(error)
+    if notes is links is None:
+        return NotImplemented
+    reducer = copyreg.dispatch_table.get(kind)
+    own: Any = reducer(error) if reducer else error.__reduce_ex__(5)
+    function, arguments, state, listed, mapped, set_state = (*own, *[None] * 4)[:6]
+    if set_state is not None:
+        raise TypeError(
+            "a __reduce__ with a state setter keeps no cause, context or notes; "
+            "send the error's text"
+        )
+    rest = state, notes, links
+    return function, arguments, rest, listed, mapped, complete_with_state
 
 
 def check_parts(error: Any, rest: tuple[Any, ...]) -> None:

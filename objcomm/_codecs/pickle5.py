@@ -9,10 +9,8 @@ Decoding runs code that the sender chose, unless ``allow=`` says what it may nam
 """
 
 import abc
-import contextlib
 import copyreg
 import dataclasses
-import enum
 import functools
 import importlib
 import io
@@ -220,7 +218,6 @@ class _Pickler(pickle.Pickler):
     kept: list[Any] | None = None
     device_type: str | None = None
     _by_value: Any = None
-    _cells: set[int]  # of functions by value; pickle keeps what it has written alive
 
     def reducer_override(self, obj: Any) -> Any:
         """Called for every member that is not of a builtin container or scalar type."""
@@ -237,7 +234,7 @@ class _Pickler(pickle.Pickler):
         if kind in _BY_VALUE or (is_named and not _is_importable(obj)):
             return self._reduce_by_value(obj)
         if issubclass(kind, BaseException):
-            return _reduce_exception(obj)
+            return exceptions.reduced(obj)
         usual = _reduce_by_state if _is_asked_while_empty(kind) else _usual  # type: ignore[arg-type]  # every class has a hash
         return (_REDUCE.get(kind) or _REDUCE_BY_MODULE.get(kind.__module__, usual))(obj)
 
@@ -285,38 +282,7 @@ class _Pickler(pickle.Pickler):
             from objcomm._codecs import by_value  # noqa: PLC0415  # most streams never need it
 
             self._by_value = by_value.Pickler(self.sink)
-            self._cells = set()
-        kind = type(obj)
-        if kind is types.CellType:
-            return self._reduce_cell(obj)
-        reduced = self._by_value.reducer_override(obj)
-        reducer = self._by_value.dispatch_table.get(kind)
-        if reduced is NotImplemented and reducer is not None:
-            reduced = reducer(obj)
-        if reduced is NotImplemented:
-            return reduced
-        if kind is types.FunctionType and obj.__closure__:
-            return self._with_own_cells(obj, reduced)
-        if kind is typing.TypeVar:
-            return _with_module(obj, reduced)
-        return _with_qualname(obj, reduced) if issubclass(kind, type) else reduced
-
-    def _with_own_cells(self, function: types.FunctionType, reduced: Any) -> Any:
-        """Cloudpickle's way, which gives each function cells of its own, with those it shares.
-
-        They are empty until the function exists, because it may be in one of them.
-        """
-        make, (*arguments, _), (attributes, slots), *_, set_state = reduced
-        cells = function.__closure__ or ()
-        self._cells.update(map(id, cells))
-        slots["__closure__"] = None
-        state = set_state, (attributes, slots), tuple(map(_content, cells))
-        return make, (*arguments, cells), state, None, None, _set_function
-
-    def _reduce_cell(self, cell: types.CellType) -> Any:
-        if id(cell) in self._cells:  # the function fills it
-            return types.CellType, ()
-        return types.CellType, (), _content(cell), None, None, _fill
+        return self._by_value.reduced(obj)
 
 
 def _pickler() -> _Pickler:
@@ -326,49 +292,6 @@ def _pickler() -> _Pickler:
     pickler = _Pickler(sink, 5, buffer_callback=sink.take)
     pickler.sink = sink
     return pickler
-
-
-def _content(cell: types.CellType) -> tuple[Any, ...]:
-    """What is in it; nothing where its variable has no value yet."""
-    try:
-        return (cell.cell_contents,)
-    except ValueError:
-        return ()
-
-
-def _fill(cell: types.CellType, content: tuple[Any, ...]) -> None:
-    for value in content:
-        cell.cell_contents = value
-
-
-def _set_function(function: types.FunctionType, state: tuple[Any, ...]) -> None:
-    set_state, state, contents = state
-    for cell, content in zip(function.__closure__ or (), contents, strict=True):
-        _fill(cell, content)
-    set_state(function, state)
-
-
-def _with_qualname(cls: type, reduced: Any) -> Any:
-    """Cloudpickle's way, which keeps the qualified name of enums only.
-
-    Of other classes it keeps what is in their namespace when they are made.
-    """
-    make, arguments, *state = reduced
-    if not state or issubclass(cls, enum.Enum):  # of the interpreter's own it writes the name
-        return reduced
-    kind, name, bases, namespace, *rest = arguments
-    return make, (kind, name, bases, {**namespace, "__qualname__": cls.__qualname__}, *rest), *state
-
-
-def _with_module(variable: Any, reduced: Any) -> Any:
-    """Cloudpickle's way, after which a type variable is of the module that made it: cloudpickle."""
-    if reduced[0] is getattr:  # by its name, for it is in a module
-        return reduced
-    return *reduced, variable.__module__, None, None, _set_module
-
-
-def _set_module(variable: Any, module: str) -> None:
-    variable.__module__ = module
 
 
 def _is_importable(obj: Any) -> bool:
@@ -497,28 +420,6 @@ def _set_state(obj: Any, state: Any) -> None:
         obj.__dict__.update(state)
     for name, value in (slots or {}).items():
         object.__setattr__(obj, name, value)
-
-
-def _reduce_exception(error: BaseException) -> Any:
-    kind = type(error)
-    if exceptions.is_rebuilt_by_args(kind):
-        with contextlib.suppress(Exception):  # a class of an extension, which only itself can make
-            made_of, *rest = exceptions.take_apart(error)
-            made = exceptions.make, (kind, made_of)
-            return (*made, tuple(rest), None, None, exceptions.complete) if any(rest) else made
-    notes, links = vars(error).get("__notes__"), exceptions.links_of(error)
-    if notes is links is None:
-        return NotImplemented
-    reducer = copyreg.dispatch_table.get(kind)
-    reduced: Any = reducer(error) if reducer else error.__reduce_ex__(5)
-    make, arguments, state, listed, mapped, set_state = (*reduced, *[None] * 4)[:6]
-    if set_state is not None:
-        raise TypeError(
-            "a __reduce__ with a state setter keeps no cause, context or notes; "
-            "send the error's text"
-        )
-    own = state, notes, links
-    return make, arguments, own, listed, mapped, exceptions.complete_with_state
 
 
 def _same(buffer: Any) -> Any:

@@ -89,6 +89,36 @@ def test_what_each_rank_returns_comes_back_in_rank_order(
     assert_ended([int((tmp_path / str(rank)).read_text()) for rank in (0, 1)])
 
 
+class EvaluationError(Exception):
+    def __init__(self, step: int, *, metric: str) -> None:
+        super().__init__(f"{metric} at {step}")
+        self.step = step
+
+
+def test_what_a_rank_returns_comes_back_exactly() -> None:
+    count = 10
+
+    def increment() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    def get() -> int:
+        return count
+
+    def work(increment: Any, get: Any) -> Any:
+        increment()
+        assert get() == 11
+        error = EvaluationError(3, metric="loss")
+        error.__cause__ = KeyError("loss")
+        return increment, get, error
+
+    ((increment_there, get_there, error),) = objcomm.launch(work, 1, increment, get, joined=False)
+    increment_there()
+    assert (get_there(), count) == (12, 10)
+    assert (str(error), error.step, repr(error.__cause__)) == ("loss at 3", 3, "KeyError('loss')")
+
+
 def _answers_over_ipv6() -> bool:
     try:
         socket.create_connection(("::1", int(os.environ["MASTER_PORT"]))).close()

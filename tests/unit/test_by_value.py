@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import logging
+import pickle
 import traceback
 import types
 from collections.abc import Callable
@@ -14,10 +15,11 @@ import torch
 
 import objcomm
 from objcomm._codecs import codec_named, copy
+from objcomm._codecs.by_value import dumps
 from objcomm._codecs.pickle5 import _BY_VALUE
 
-# Cloudpickle has rules for these as well. Open files and views of memory are refused on purpose: it
-# would send their content. Plain pickle has a rule for the others.
+# Cloudpickle has rules for these as well. Open files are refused on purpose: it would send their
+# content. The codec has a rule of its own for views of memory, and plain pickle for the others.
 LEFT_TO_PICKLE = {
     io.TextIOWrapper,
     memoryview,
@@ -134,11 +136,17 @@ def counter(start: int) -> tuple[Callable[[], None], Callable[[], int], list[typ
     return increment, get, list(get.__closure__ or ())
 
 
-def carried(obj: Any) -> Any:
-    return objcomm.from_tensor(objcomm.to_tensor(obj))
+Carry = Callable[[Any], Any]
 
 
-def test_functions_that_share_a_variable_still_share_it_when_they_arrive() -> None:
+@pytest.fixture(params=["codec", "launch"])
+def carried(request: pytest.FixtureRequest) -> Carry:
+    if request.param == "codec":
+        return lambda obj: objcomm.from_tensor(objcomm.to_tensor(obj))
+    return lambda obj: pickle.loads(dumps(obj))  # noqa: S301  # its own
+
+
+def test_functions_that_share_a_variable_still_share_it_when_they_arrive(carried: Carry) -> None:
     (increment, get, (cell,)), (_, other, _) = carried([counter(0), counter(5)])
     increment()
     increment()
@@ -152,7 +160,7 @@ def test_functions_that_share_a_variable_still_share_it_when_they_arrive() -> No
     assert cell.cell_contents == 1
 
 
-def test_functions_that_know_each_other_know_each_other_when_they_arrive() -> None:
+def test_functions_that_know_each_other_know_each_other_when_they_arrive(carried: Carry) -> None:
     def is_even(number: int) -> bool:
         return number == 0 or is_odd(number - 1)
 
@@ -167,7 +175,7 @@ def test_functions_that_know_each_other_know_each_other_when_they_arrive() -> No
     assert cell.cell_contents.__closure__[0].cell_contents.__closure__[0] is cell
 
 
-def test_a_variable_without_a_value_arrives_without_one() -> None:
+def test_a_variable_without_a_value_arrives_without_one(carried: Carry) -> None:
     def get() -> int:
         return later
 
@@ -179,10 +187,31 @@ def test_a_variable_without_a_value_arrives_without_one() -> None:
     assert got() == 3
 
 
-def test_a_class_whose_methods_use_super_is_the_class_that_they_find() -> None:
+def test_a_class_whose_methods_use_super_is_the_class_that_they_find(carried: Carry) -> None:
     class Own:
         def cls(self) -> Any:
             return __class__  # type: ignore[name-defined]  # a cell of the compiler's
 
     got = carried(Own)
     assert got().cls() is got
+
+
+def test_a_local_class_and_a_type_variable_keep_their_names(carried: Carry) -> None:
+    item = TypeVar("item")
+    got, variable = carried([local_dataclass(), item])
+    assert got.__qualname__ == "local_dataclass.<locals>.Conf"
+    assert (variable.__name__, variable.__module__) == ("item", __name__)
+
+
+def test_an_exception_of_a_local_class_arrives_whole(carried: Carry) -> None:
+    class EvaluationError(Exception):
+        def __init__(self, step: int, *, metric: str) -> None:
+            super().__init__(f"{metric} at {step}")
+            self.step = step
+
+    error = EvaluationError(3, metric="loss")
+    error.__cause__ = KeyError("loss")
+    error.add_note("on rank 1")
+    got = carried([error])[0]
+    assert (str(got), got.step, got.__notes__) == ("loss at 3", 3, ["on rank 1"])
+    assert repr(got.__cause__) == "KeyError('loss')"
