@@ -163,6 +163,11 @@ def test_what_they_say_is_true(printed_in: Callable[[str], Printed]) -> None:
     assert mean == pytest.approx(pixels[:, int(pixel)].mean(), abs=1e-6)
     assert deviation == pytest.approx(pixels[:, int(pixel)].std(), abs=1e-6)
 
+    (images,) = found(rf"all ranks .* saw {_NUMBER} images in 3 epochs", said["uneven_data"])
+    assert images == 3 * (len(pixels) - TESTED)
+
+    assert said["request_reply_server"] == "lr: 0.1, warmup: None, layers: (64, 10), seed: 7\n"
+
     seen, known = pixels[:-TESTED], digits[:-TESTED]
     means = np.stack([seen[known == digit].mean(axis=0) for digit in range(10)])
     distances = ((pixels[-TESTED:, None] - means) ** 2).sum(axis=2)
