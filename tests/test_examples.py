@@ -182,6 +182,11 @@ def test_what_they_say_is_true(printed_in: Callable[[str], Printed]) -> None:
     assert images == TESTED
     assert accuracy == pytest.approx(1 - wrong / TESTED, abs=1e-6)
 
+    for name in ("with_hf_trainer", "with_lightning_trainer"):
+        accuracy, images = found(rf"accuracy {_NUMBER} of {_NUMBER} images", said[name])
+        assert images == TESTED
+        assert accuracy > 0.8
+
     loss, wrong_there, _, _, times = found(
         rf"loss {_NUMBER}, {_NUMBER} wrong; {_NUMBER} was {_NUMBER} {_NUMBER} times",
         said["with_fabric"],
