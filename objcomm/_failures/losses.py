@@ -221,14 +221,13 @@ def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
         known = [each for rank in ranks if (each := processes.of(mesh.ranks[rank])) is not None]
         groups = [group for each in known for group in each.calls]
         own = mesh.ranks[mesh.rank]
+        apart = (each.members for each in groups if each.members and own not in each.members)
         return verdict._replace(
             ranks=ranks,
             reason=reason,
             positions=tuple(filter(None, lasts)),
             left_by="" if failed else next((each.left_by for each in groups if each.left_by), ""),
-            elsewhere=next(
-                (each.members for each in groups if each.members and own not in each.members), ()
-            ),
+            elsewhere=next(apart, ()) if mesh.is_world else (),
         )
     are_beside = all(processes.is_beside(mesh.ranks[rank]) for rank in verdict.ranks)
     # Who leaves by itself says why; of one whose connections were closed nobody has said it.

@@ -65,7 +65,8 @@ class Verdict(NamedTuple):
         seconds: the limit that passed.
         positions: where ranks are; of ranks that have left, where they made their last calls.
         left_by: how and at which line the first of these has left, where that was said.
-        elsewhere: global ranks of a group in which these have made calls without this rank.
+        elsewhere: global ranks of a group in which these have made calls without this rank, which
+            waits for all ranks.
         failures: what went wrong on which rank.
         silent: ranks that did not answer when asked where they are.
         silent_seconds: for how long they have not.
@@ -155,8 +156,8 @@ class Verdict(NamedTuple):
         reason += self._unmade(own)
         if self.elsewhere:
             reason += (
-                f"; it has made calls in a group of {ranks_text(self.elsewhere)}: group=None means "
-                "all ranks"
+                f"; calls were made in a group of {ranks_text(self.elsewhere)}, without this rank: "
+                "group=None means all ranks"
             )
         reason += "; store: no answer" * self.is_store_silent
         return TransportError(operation, self.ranks, reason)
