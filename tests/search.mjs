@@ -1,14 +1,14 @@
-// The site's own search, run outside of a browser: node tests/search.mjs SITE < texts.json
+// The site's own search, run outside of a browser: node tests/search.mjs SITE pasted|typed < texts.json
 //
-// Each text is pasted into the search box, for which docs/assets/search.js listens, and what then
-// stands in the box is given to the worker of the theme that answers searches. Prints for each text
+// Each text is typed into the search box, or pasted, for which docs/assets/search.js listens, and what
+// then is in the box is given to the worker of the theme that answers searches. Prints for each text
 // the places that were found, best first, each a page and its best section.
 
 import { readFileSync, readdirSync } from "node:fs";
 import { join } from "node:path";
 import vm from "node:vm";
 
-const site = process.argv[2];
+const [site, way] = process.argv.slice(2);
 const index = readFileSync(join(site, "search", "search_index.json"), "utf8");
 
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', "#39": "'", "#x27": "'", nbsp: " " };
@@ -66,7 +66,7 @@ await scope.ask({ type: SETUP, data: { ...JSON.parse(index), options: { suggest:
 
 const found = [];
 for (const text of JSON.parse(readFileSync(0, "utf8"))) {
-  const query = await pasted(text);
+  const query = way === "typed" ? text : await pasted(text);
   await scope.ask({ type: QUERY, data: query });
   const places = answered.data.items.map((group) => {
     const [section] = group.filter((item) => item.location.includes("#") && item.score > 0);

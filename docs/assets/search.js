@@ -74,18 +74,27 @@ const termsOf = (html, separator) =>
 
 const hasAll = (terms, wanted) => [...wanted].every((term) => terms.has(term));
 
-// A query for one section: all terms in quotes must be there, and none with a minus. The search does
-// not count what a heading has besides, so one that has all terms and more would be found as well.
+// A query for one section: all terms in quotes must be there, and none with a minus. Other pages, which
+// come before the pages of errors, must not be found; nor must another error whose heading has all terms
+// and more, which the search does not count.
 function queryFor({ section, terms }, sections) {
   const inTitle = [...terms].filter((term) => section.title.has(term));
-  const excluded = new Set();
-  for (const { title, all } of sections) {
-    if (all === section.all || !hasAll(title, inTitle) || !hasAll(all, terms)) continue;
-    if ([...excluded].some((term) => all.has(term))) continue;
-    const other = [...title, ...all].find((term) => !section.all.has(term));
-    if (other) excluded.add(other);
+  const excluded = [];
+  let left = sections.filter(
+    ({ isError, title, all }) =>
+      all !== section.all && hasAll(all, terms) && !(isError && !hasAll(title, inTitle)),
+  );
+  for (;;) {
+    const counts = new Map(); // the fewest words that keep all of them out
+    for (const { all } of left) {
+      for (const term of all) if (!section.all.has(term)) counts.set(term, (counts.get(term) ?? 0) + 1);
+    }
+    if (!counts.size) break;
+    const [most] = [...counts].reduce((one, other) => (other[1] > one[1] ? other : one));
+    excluded.push(most);
+    left = left.filter(({ all }) => !all.has(most));
   }
-  return [`"${[...terms].join(" ")}"`, ...[...excluded].map((term) => `-${term}`)].join(" ");
+  return [`"${[...terms].join(" ")}"`, ...excluded.map((term) => `-${term}`)].join(" ");
 }
 
 // Of two messages that a text may be the better: more of it, then more words.
@@ -111,12 +120,30 @@ function recognised(words, messages) {
   return inner.isPoint ? inner : best;
 }
 
+const isTelling = (word) => word !== GAP && !COMMON.has(word) && !/^\d+$/.test(word);
+
+// The message that has most of a text's words, if it has half of them, or none: of one that was pasted in
+// part, or that differs from the page. Gives its section, and those words.
+function resembling(words, messages) {
+  const at = words.slice(0, 2).indexOf("objcomm"); // as in "[rank3]: objcomm.UsageError: "
+  const own = new Set(words.slice(at < 0 ? 0 : at + 2).filter(isTelling));
+  let best = { value: 0 };
+  for (const { section, forms } of messages) {
+    const telling = new Set(forms[0].pieces.flatMap((piece) => piece.split(" ")).filter(isTelling));
+    const terms = new Set([...telling].filter((word) => own.has(word) && section.all.has(word)));
+    const value = (terms.size * terms.size) / telling.size;
+    if (terms.size >= FEWEST_WORDS && 2 * terms.size >= own.size && value > best.value) {
+      best = { value, section, terms };
+    }
+  }
+  return best.section && best;
+}
+
 // What to search for in place of a pasted text; the text itself, without punctuation, if unknown.
 function searchFor(text, { sections, messages }) {
   const words = wordsOf(text);
-  const { message } = recognised(words, messages);
-  if (message) return queryFor(message, sections);
-  return [...new Set(words.filter((word) => !COMMON.has(word) && !/^\d+$/.test(word)))].join(" ");
+  const found = recognised(words, messages).message ?? resembling(words, messages);
+  return found ? queryFor(found, sections) : [...new Set(words.filter(isTelling))].join(" ");
 }
 
 async function loadKnown() {
@@ -126,12 +153,14 @@ async function loadKnown() {
   const known = { sections: [], messages: [] };
   const inTexts = []; // after those in headings, which explain what others mention
   for (const { location, title, text } of docs) {
+    const isError = ERRORS.test(location);
     const section = {
+      isError,
       title: termsOf(title, separator),
       all: termsOf(`${title} ${text}`, separator),
     };
     known.sections.push(section);
-    if (!ERRORS.test(location)) continue;
+    if (!isError) continue;
     const isPoint = !PLACES.test(location);
     for (const message of messagesIn(title)) {
       known.messages.push({ ...message, section, isPoint, terms: termsOf(message.html, separator) });
