@@ -163,14 +163,17 @@ class Report:
             return []
         of_ranks = {0: own, **self._others}
         seconds = time.perf_counter() - self._began
-        if not any(each.functions for each in of_ranks.values()):
+        if any(each.functions for each in of_ranks.values()):
+            count = f"{len(of_ranks)} rank{'s' if len(of_ranks) > 1 else ''}"
+            told = [f"torch's object collectives on {count}, in a program of {seconds:.3f} s"]
+            told += _table("function", {each: found.functions for each, found in of_ranks.items()})
+            lines = {each: found.lines for each, found in of_ranks.items()}
+            told += _table("slowest lines", lines)[: _MOST_LINES + 1]
+        elif is_asked:
             nothing = f"no call of torch's object collectives in {seconds:.3f} s"
-            return [f"{nothing} (process {self._pid})"] if is_asked else []
-        count = f"{len(of_ranks)} rank{'s' if len(of_ranks) > 1 else ''}"
-        told = [f"torch's object collectives on {count}, in a program of {seconds:.3f} s"]
-        told += _table("function", {each: found.functions for each, found in of_ranks.items()})
-        lines = {each: found.lines for each, found in of_ranks.items()}
-        told += _table("slowest lines", lines)[: _MOST_LINES + 1]
+            told = [f"{nothing} (process {self._pid})"]
+        else:
+            return []
         for why in dict.fromkeys(self._missing.values()):
             absent = [each for each, reason in self._missing.items() if reason == why]
             told.append(f"without {ranks_text(absent)}: {why}")
