@@ -159,8 +159,9 @@ _NAME = "msgpack"
 _OPENERS = bytes([*range(0x80, 0xA0), *range(0xDC, 0xE0)])
 _LONG_LISTS = (b"\xdc", b"\xdd")
 
-# What stands between: tokens whose first byte gives their length.
-_TOKEN = rb"[\x00-\x7f\xc0\xc2\xc3\xe0-\xff]|[\xcb\xcf\xd3].{8}|[\xca\xce\xd2].{4}|[\xcd\xd1]..|"
+# What stands between: tokens whose first byte gives their length, and containers without members.
+_SHORT = rb"[\x00-\x80\x90\xc0\xc2\xc3\xe0-\xff]"
+_TOKEN = _SHORT + rb"|[\xcb\xcf\xd3].{8}|[\xca\xce\xd2].{4}|[\xcd\xd1]..|"
 _TOKEN += rb"[\xcc\xd0].|\xd4..|\xd5.{3}|\xd6.{5}|\xd7.{9}|\xd8.{17}|"
 _TOKEN += b"|".join(rb"\x%02x.{%d}" % (0xA0 + nbytes, nbytes) for nbytes in range(32))
 
@@ -176,11 +177,31 @@ _LONG_TOKENS = {
     b"\xc8": (2, 1),
     b"\xc9": (4, 1),
 }
-# How many members a head of one byte announces; a mapping has two for each.
-_FEW_MEMBERS = {
-    bytes([first]): (first & 0x0F) * (1 if first & 0x10 else 2) for first in range(0x80, 0xA0)
-}
-_HEAD_OF_CONTAINER = rb"[\x80-\x9f]|[\xdc\xde]..|[\xdd\xdf].{4}"
+# Those that are as short as tokens are tokens, too: each long one takes a microsecond or two.
+for _first, (_width, _further) in _LONG_TOKENS.items():
+    _lengths = (
+        rb"\x00" * (_width - 1) + rb"\x%02x.{%d}" % (nbytes, nbytes + _further)
+        for nbytes in range(8)
+    )
+    _TOKEN += rb"|\x%02x(?:" % _first[0] + b"|".join(_lengths) + b")"
+
+# How many members a head of one byte announces, by that byte; a mapping has two for each.
+_FEW_MEMBERS = bytes(0x80) + bytes(range(0, 32, 2)) + bytes(range(16)) + bytes(0x60)
+# A container of nothing but tokens of one byte is a token as well, which reaches up to two levels
+# deep.
+_TOKEN += b"".join(
+    rb"|\x%02x" % first + _SHORT + b"{%d}" % count
+    for first, count in enumerate(_FEW_MEMBERS)
+    if count
+)
+_LEVELS_MAX = 2
+_FLAT = re.compile(rb"[^\x80-\x9f]|\Z")  # also what stands for a long token: nothing
+_OF_TWO_LEVELS = re.compile(rb".+[\x80\x90]", re.DOTALL)
+
+# Heads of one byte, of which each is the first member of the one before; then another container's.
+# The limit is one of memory, of which each takes 100 bytes.
+_HEADS = rb"(?:[\x81-\x8f\x91-\x9f](?=[\x81-\x8f\x91-\x9f\xdc-\xdf])){0,99}"
+_HEAD_OF_CONTAINER = rb"[\x81-\x8f\x91-\x9f]|[\xdc\xde]..|[\xdd\xdf].{4}"
 _MAPPINGS_FROM = 0xDE
 
 # Lists that begin with these names hold lists that are no containers of the object's; the first one
@@ -212,47 +233,112 @@ def check_nesting(meta: memoryview, max_depth: int, description_depth: int = 0) 
     if openers <= max_depth and not any(mark in raw for mark in _LONG_LISTS):
         return
     members = 0
-    # Of each open container, behind what stands for the stream: the members that it still lacks,
-    # how deep it lies in the object, and whether it is a description.
-    due, depths, described = [1], [0], [False]
-    for scalars, count, at in _containers(raw):
-        members += count
+    within = _Open(max_depth, max_depth + description_depth)
+    for tokens, heads, count, at in _containers(raw):
+        members += count + sum(heads) if heads else count
         if members > len(raw):
             raise DecodeError(_NAME, f"{len(raw)} bytes claim to hold {members} members")
-        if scalars < due[-1]:
-            due[-1] -= scalars
+        if tokens:
+            within.take(tokens)
+        if count < 0 or not within.due[0]:
+            return  # the rest belongs to nothing, which the decoder refuses
+        if heads:
+            within.open_all(heads)
+        within.open(count, raw, at)
+
+
+class _Open:
+    """The containers that are open, each in the one before, behind what stands for the stream.
+
+    Attributes:
+        due: the members that each still lacks, the one that is open included.
+    """
+
+    def __init__(self, max_depth: int, max_level: int) -> None:
+        self._max_depth = max_depth
+        self._max_level = max_level
+        self._roomy_to = max_depth + 1 - _LEVELS_MAX  # so many are open where no token is too deep
+        self.due = [1]
+        # Of these, and of some that are closed: how deep it lies in the object; whether it is part
+        # of a description.
+        self._depths = [0]
+        self._described = [False]
+
+    def take(self, tokens: list[bytes]) -> None:
+        """Take members that open nothing, and close what is full with them."""
+        due, count = self.due, len(tokens)
+        if len(due) > self._roomy_to:
+            self._check(tokens)
+        if count < due[-1]:
+            due[-1] -= count
         else:
-            _close(due, scalars)
-            if not due[0]:
-                return  # the rest belongs to nothing, which the decoder refuses
-        opened = len(due)
-        is_description = described[opened - 1]
-        depth = depths[opened - 1] + (not is_description)
-        if raw.startswith(_HEAD, at):
-            is_description = is_description or raw.startswith(_DESCRIPTION_HEADS, at)
-            depth -= raw.startswith(_NUMBER_HEAD, at)
-        if depth > max_depth or opened > max_depth + description_depth:
-            raise DecodeError(
-                _NAME,
-                f"it is nested deeper than {max_depth}; see objcomm.configure(max_depth=)",
-            )
+            self._close(count)
+
+    def _check(self, tokens: list[bytes]) -> None:
+        """Refuse tokens that reach too deep, each in the container that it will be taken by."""
+        begin = end = 0
+        for level in reversed(range(len(self.due))):
+            # Without the one that is full by then.
+            begin, end = end, end + self.due[level] - (level < len(self.due) - 1)
+            if begin >= len(tokens):
+                return
+            if max(map(_levels, set(tokens[begin:end])), default=0) > self._room(level):
+                raise self._too_deep()
+
+    def _room(self, level: int) -> int:
+        """How many levels there may be in a container."""
+        room = self._max_level - level
+        return room if self._described[level] else min(self._max_depth - self._depths[level], room)
+
+    def _close(self, count: int) -> None:
+        """Take so many members, and what is full with them."""
+        due = self.due
+        while count and due[0]:
+            taken = min(count, due[-1])
+            due[-1] -= taken
+            count -= taken
+            while len(due) > 1 and not due[-1]:
+                due.pop()
+                due[-1] -= 1
+
+    def open_all(self, heads: bytes) -> None:
+        """Open containers of so many members, each the first member of the one before."""
+        at = len(self.due)
+        if len(heads) > self._room(at - 1):
+            raise self._too_deep()
+        depth, is_described = self._depths[at - 1], self._described[at - 1]
+        step = 0 if is_described else 1
+        self.due.extend(heads)
+        self._depths[at:] = [depth + step * each for each in range(1, len(heads) + 1)]
+        self._described[at:] = [is_described] * len(heads)
+
+    def open(self, count: int, raw: bytes, begin: int) -> None:
+        """Open a container of so many members, of which the first begins there."""
+        at = len(self.due)
+        is_described = self._described[at - 1]
+        depth = self._depths[at - 1] + (not is_described)
+        if raw.startswith(_HEAD, begin):
+            is_described = is_described or raw.startswith(_DESCRIPTION_HEADS, begin)
+            depth -= raw.startswith(_NUMBER_HEAD, begin)
+        if depth > self._max_depth or at > self._max_level:
+            raise self._too_deep()
         if count:
-            due.append(count)
-            depths[opened:] = (depth,)
-            described[opened:] = (is_description,)
+            self.due.append(count)
+            self._depths[at:] = (depth,)
+            self._described[at:] = (is_described,)
         else:
-            _close(due, 1)
+            self._close(1)
+
+    def _too_deep(self) -> DecodeError:
+        return DecodeError(
+            _NAME,
+            f"it is nested deeper than {self._max_depth}; see objcomm.configure(max_depth=)",
+        )
 
 
-def _close(due: list[int], scalars: int) -> None:
-    """Take so many members, and what is full with them."""
-    while scalars and due[0]:
-        taken = min(scalars, due[-1])
-        due[-1] -= taken
-        scalars -= taken
-        while len(due) > 1 and not due[-1]:
-            due.pop()
-            due[-1] -= 1
+def _levels(token: bytes) -> int:
+    """How many containers lie within each other in a token."""
+    return 0 if _FLAT.match(token) else 1 + bool(_OF_TWO_LEVELS.match(token))
 
 
 class _Patterns(NamedTuple):
@@ -261,35 +347,43 @@ class _Patterns(NamedTuple):
     step: re.Pattern[bytes]  # and a container's head behind them
 
 
-@functools.cache  # compiled by the first stream that needs them, which takes a millisecond
+@functools.cache  # compiled by the first stream that needs them, which takes 7 ms
 def _patterns() -> _Patterns:
     run = b"(?:" + _TOKEN + b")*+"
-    step = b"(" + run + b")(" + _HEAD_OF_CONTAINER + b")"
+    step = b"(" + run + b")(" + _HEADS + b")(" + _HEAD_OF_CONTAINER + b")"
     return _Patterns(*(re.compile(each, re.DOTALL) for each in (_TOKEN, run, step)))
 
 
-def _containers(raw: bytes) -> Iterator[tuple[int, int, int]]:
-    """Each list and mapping: the scalars since the one before, its members, where they begin."""
+def _containers(raw: bytes) -> Iterator[tuple[list[bytes], bytes, int, int]]:
+    """Lists and mappings, one at a time.
+
+    Yields:
+        The tokens before it; of containers that it is the first member of the first member of, how
+        many members they have; its own members; where they begin. At the end -1 members.
+    """
     token, run, step = _patterns()
-    at = scalars = 0
+    at = 0
+    tokens: list[bytes] = []
     while True:
         for found in iter(step.scanner(raw, at).match, None):  # type: ignore[attr-defined]  # fast
-            before, head = found.groups()
+            before, heads, head = found.groups()
             if before:
-                scalars += len(token.findall(before))
+                tokens = tokens + token.findall(before) if tokens else token.findall(before)
             at = found.end()
-            count = _FEW_MEMBERS.get(head)
-            if count is None:
+            if len(head) == 1:
+                count = _FEW_MEMBERS[head[0]]
+            else:
                 count = int.from_bytes(head[1:], "big") * (2 if head[0] >= _MAPPINGS_FROM else 1)
-            yield scalars, count, at
-            scalars = 0
+            yield tokens, heads and heads.translate(_FEW_MEMBERS), count, at
+            tokens = []
         rest = run.match(raw, at)
         if rest:
-            scalars += len(token.findall(rest[0]))
+            tokens += token.findall(rest[0])
             at = rest.end()
         if raw[at : at + 1] not in _LONG_TOKENS:
+            yield tokens, b"", -1, at
             return  # at its end, cut off, or the byte that means nothing
         while (known := _LONG_TOKENS.get(raw[at : at + 1])) is not None:
             width, further = known
             at += 1 + width + further + int.from_bytes(raw[at + 1 : at + 1 + width], "big")
-            scalars += 1
+            tokens.append(b"")

@@ -278,6 +278,7 @@ ARGUMENTS: Final[dict[str, Callable[[_Draw, int], Any]]] = {
     "16 bytes": lambda chance, _: chance.randbytes(16),
     "a timedelta": lambda chance, _: Made("timedelta", 0, chance.randrange(-90_000, 90_000), 0),
     "a time zone's name": lambda chance, _: chance.choice(("UTC", "Asia/Tokyo", "../x", "a" * 100)),
+    "a dtype": lambda chance, _: Made("torch.dtype", chance.choice((*tensors.DTYPES,))),
     "a device's name": lambda chance, _: chance.choice(("cpu", "meta", "cuda:9999", "x_1")),
 }
 
@@ -524,6 +525,7 @@ ADMITTED: Final = (
     *("collections.deque", "datetime.date", "datetime.timedelta", "tests.samples.Run"),
     "tests.samples.Colour",
     *("collections.OrderedDict", "objcomm._codecs.pickle5._same", "numpy.core.multiarray.scalar"),
+    "objcomm._codecs.pickle5._set_state",
     *("objcomm._codecs.pickle5._set_attributes", "objcomm._codecs.tensors.array_dtype_named"),
     *(f"objcomm._codecs.exceptions.{each}" for each in ("make", "complete", "complete_with_state")),
     *("builtins.Ellipsis", "builtins.NotImplemented", "builtins.eval", "os.system"),

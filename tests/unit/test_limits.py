@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import objcomm
 from objcomm import DecodeError, EncodeError, ForbiddenTypeError, UsageError, WireError
+from objcomm._codecs import nesting
 from objcomm._codecs.nesting import check_nesting
 from objcomm._config import Settings, settings
 from objcomm._wire.failure_message import failures_in
@@ -227,6 +228,51 @@ def test_the_depth_of_a_stream_is_that_of_its_object(obj: Any) -> None:
     if depth:
         with pytest.raises(DecodeError, match="nested deeper"):
             check_nesting(meta, depth - 1)
+
+
+def nested(depth: int, innermost: bytes) -> bytes:
+    return b"\x92" * (depth - 1) + innermost + b"\x01" * (depth - 1)
+
+
+@pytest.mark.parametrize(
+    "innermost", [b"\x90", b"\x80", b"\x91\x01", b"\x81\x01\x02", b"\xdc\x00\x00"]
+)
+def test_a_container_that_is_one_token_counts_as_a_level(innermost: bytes) -> None:
+    for depth in range(1, 6):
+        meta = memoryview(nested(depth, innermost))
+        check_nesting(meta, depth)
+        outer = memoryview(b"\x92\x01" + nested(depth, b"\x91" + innermost))
+        check_nesting(outer, depth + 2)
+        for tight, max_depth in ((meta, depth - 1), (outer, depth + 1)):
+            with pytest.raises(DecodeError, match="nested deeper"):
+                check_nesting(tight, max_depth)
+
+
+@pytest.mark.parametrize("depth", [1, 198, 199, 200])
+def test_a_token_behind_full_containers_counts_where_it_lies(depth: int) -> None:
+    # A number is a list of no depth, and what comes behind it lies where the number does.
+    number = msgpack.packb([ext(b"int"), "0x7"])
+    stream = b"\x92" * depth + number + b"\x91\x90" + b"\xc0" * (depth - 1)
+    if depth <= 198:
+        check_nesting(memoryview(stream), 200, 8)
+    else:
+        with pytest.raises(DecodeError, match="nested deeper"):
+            check_nesting(memoryview(stream), 200, 8)
+
+
+@pytest.mark.parametrize(
+    "member", [b"\x90", b"\x80", b"\x91\x01", b"\x91\x90", b"\x81\xa0\x90", b"\x91" * 150 + b"\x90"]
+)
+def test_many_small_containers_are_looked_at_together(member: bytes) -> None:
+    count = 300_000 // len(member)
+    stream = b"\xdd" + count.to_bytes(4, "big") + member * count
+    steps = sum(1 for _ in nesting._containers(stream))  # noqa: SLF001  # seconds would be the machine's
+    assert steps <= 3 + len(stream) / 3  # each is 1 µs
+
+
+def test_many_empty_containers_arrive() -> None:
+    for obj in ([{}] * 100_000, [[]] * 100_000, [[{}], {"a": []}] * 10_000):
+        assert objcomm.from_tensor(objcomm.to_tensor(obj, codec="msgpack")) == obj
 
 
 @given(st.binary(max_size=3000))
