@@ -345,6 +345,22 @@ def test_the_page_shows_what_is_told(tmp_path: Path) -> None:
     assert without_times(told(run)) == without_times(told(Said(0, "", shown)))
 
 
+def test_the_readme_shows_the_error_of_its_program(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    ((command, program, shown),) = re.findall(
+        r"^```sh\n(.*?)\n```$.*?^```py\n(.*?)^```$.*?^```pytb\n(.*?)\n```$",
+        readme,
+        re.DOTALL | re.MULTILINE,
+    )
+    assert command == "torchrun --nproc-per-node=2 -m objcomm.run train.py"
+    (tmp_path / "train.py").write_text(program)
+    with contextlib.chdir(tmp_path):
+        run = torchrun(2, *RUN, "train.py")
+    errors = re.findall(r"^\[rank[01]\]: (objcomm\.DesyncError: .*)", own(run), re.MULTILINE)
+    assert errors
+    assert {re.sub(r"\S*/", "", error) for error in errors} == {" ".join(shown.split())}
+
+
 _SPAWNING = """
 import sys
 import torch
