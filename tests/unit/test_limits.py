@@ -271,7 +271,8 @@ def test_many_small_containers_are_looked_at_together(member: bytes) -> None:
 
 
 def test_many_empty_containers_arrive() -> None:
-    for obj in ([{}] * 100_000, [[]] * 100_000, [[{}], {"a": []}] * 10_000):
+    objects: list[Any] = [[{}] * 100_000, [[]] * 100_000, [[{}], {"a": []}] * 10_000]
+    for obj in objects:
         assert objcomm.from_tensor(objcomm.to_tensor(obj, codec="msgpack")) == obj
 
 
