@@ -436,9 +436,15 @@ def check(*, everywhere: bool = False) -> configure:
 
 @functools.cache
 def environment_check() -> Check:
-    """What OBJCOMM_CHECK says, for a program that never says ``configure(check=)``."""
+    """What OBJCOMM_CHECK says, for a program that never says ``configure(check=)``.
+
+    Raises:
+        UsageError: it says nothing of the kind.
+    """
     value = os.environ.get("OBJCOMM_CHECK", "")
-    return LINES if value == LINES else value not in {"", "0"}
+    if value not in {"", "0", "1", LINES}:
+        raise UsageError(f"OBJCOMM_CHECK={value!r} must be 0, 1 or lines")
+    return LINES if value == LINES else value == "1"
 
 
 @functools.cache

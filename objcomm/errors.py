@@ -51,6 +51,7 @@ _PEER = {
 _SILENT = "stopped, out of reach, or in C code that holds Python's lock"
 # As much as one rank tells of a failure; several that differ share it.
 _LETTERS_OF_FAILURES = 8000
+_LETTERS_OF_A_LINE = 300
 
 # What a process calls the program that it runs; the second one, if multiprocessing started it.
 _PROGRAMS = ("__main__", "__mp_main__")
@@ -339,6 +340,9 @@ def whereabouts(
 
 #: Why a DesyncError is raised for two calls that differ in nothing else.
 OTHER_LINES = "other lines"
+
+#: Why one is raised for two calls that differ in nothing that is shown.
+OTHER_OPTIONS = "other op=, confirm=, check= or function"
 
 #: Why one is raised for ranks that wait for each other in calls that can't meet.
 CIRCLE = "each waits for another"
@@ -641,6 +645,12 @@ def text_of(error: BaseException) -> str:
     except BaseException as second:  # noqa: BLE001  # a user's __str__ may even exit
         text = f"<its __str__ raised {name_of(type(second))}>"
     return f"{kind}: {text}" if text else kind
+
+
+def brief_text_of(error: BaseException) -> str:
+    """The first line of ``text_of``, or its beginning and end: to stand in another error's text."""
+    first, _, more = text_of(error).partition("\n")
+    return _excerpt(first, _LETTERS_OF_A_LINE) + " […]" * bool(more)
 
 
 def shown(received: object) -> str:

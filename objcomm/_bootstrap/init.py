@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from objcomm._algorithms.device import own_types
 from objcomm._calls.group import resolve
-from objcomm._config import DeviceLike, Timeout, seconds_of
+from objcomm._config import DeviceLike, Timeout, environment_check, seconds_of, settings
 from objcomm._environment import (
     EXAMPLE,
     Placement,
@@ -42,6 +42,7 @@ from objcomm._transport.rendezvous import (
     meet,
 )
 from objcomm._transport.threads import done_within
+from objcomm._wire.signing import environment_secret
 from objcomm._world import is_initialized, is_reachable, refuse_worker, store_of, timeout_of
 from objcomm.errors import StartError, UsageError, ranks_text
 
@@ -413,6 +414,9 @@ def _joined(
     own = device_of(place, device_type, device) if device_type else torch.device("cpu")
     if own.type != "cpu":
         make_current(own)
+    chosen_now = settings()  # a wrong variable is an error here, and not of whom this rank meets
+    _ = chosen_now.chosen_transport, chosen_now.chosen_ports, environment_check()
+    environment_secret()
     address = f"{f'[{place.host}]' if ':' in place.host else place.host}:{place.port}"
     try:
         agents = has_agent_store(os.environ)

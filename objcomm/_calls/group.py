@@ -33,6 +33,7 @@ from objcomm._world import (
     default_group,
     group_for_call,
     inheritance,
+    is_alive,
     is_initialized,
     rank,
     refuse_worker,
@@ -441,6 +442,8 @@ class _Groups:
     def of(self, process_group: Any) -> Group:
         found = self._known.get(process_group)
         if found is None:
+            if not is_alive(process_group):
+                raise UsageError("this process group was destroyed")
             made = Group(process_group, dist.GroupMember.WORLD)
             found = self._known.setdefault(process_group, made)
             if found is not made:  # a handler, or another thread, came first

@@ -24,7 +24,7 @@ from objcomm._failures.verdict import FAREWELLS, PROGRAM_ENDED, Cause, Verdict, 
 from objcomm._observe.log import log, logged
 from objcomm._transport.link import LANE_BITS
 from objcomm._wire.header import Header, check_same_call, fingerprint
-from objcomm.errors import DesyncError, Position, WireError
+from objcomm.errors import OTHER_OPTIONS, DesyncError, Position, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -170,7 +170,8 @@ def difference(mine: GroupCalls, theirs: GroupCalls) -> Verdict | None:
             reason = f"rank {mine.rank} made {here.calls}, rank {theirs.rank} made {there.calls}"
         else:
             differing = next(at for at, own in enumerate(here.step) if own != there.step[at])
-            reason = ("other operations", "other roots", "other names")[differing]
+            options = OTHER_OPTIONS if here.last.name == there.last.name else "other names"
+            reason = ("other operations", "other roots", options)[differing]
         return Verdict.of(Cause.DESYNC, reason=reason, positions=(here.last, there.last))
     return None
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from objcomm._observe.stacks import Running
 from objcomm._wire.header import Operation
-from objcomm.errors import CIRCLE, NO_MATCH
+from objcomm.errors import CIRCLE, NO_MATCH, OTHER_OPTIONS
 
 #: The number of the call in which a group's ranks meet: before all others.
 MEETING = -1
@@ -323,4 +323,6 @@ def difference(mine: Step, theirs: Step) -> str:
     """In what two calls differ that should be the same one."""
     if mine.operation != theirs.operation:
         return "other operations"
-    return "other roots" if mine.root != theirs.root else "other names"
+    if mine.root != theirs.root:
+        return "other roots"
+    return "other names" if mine.name != theirs.name else OTHER_OPTIONS

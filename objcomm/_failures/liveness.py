@@ -25,6 +25,8 @@ KILLED = "its process, "
 
 _PF_EXITING = 0x4  # linux/sched.h
 _MOST_AT_A_LOOK = 16
+# The watchdog looks every quarter of a second.
+_ONE_LOOK_SECONDS = 0.1
 
 
 class LaneCalls(NamedTuple):
@@ -181,6 +183,13 @@ class Processes:
         """The ranks whose processes have ended without a word of their own, each with why."""
         ends = {rank: self.end_of(rank) for rank in tuple(self._known)}
         return {rank: why for rank, why in ends.items() if why.startswith(KILLED)}
+
+    def noticed_first(self, ranks: Iterable[int]) -> set[int]:
+        """Of ranks whose ends were noticed, those that were at the first look of all."""
+        at = {rank: self._noticed[self._known[rank].name] for rank in ranks}
+        return {
+            rank for rank, seconds in at.items() if seconds - min(at.values()) < _ONE_LOOK_SECONDS
+        }
 
     def has_died(self, rank: int) -> bool:
         """Whether a rank's process has ended otherwise than by coming to its program's end."""

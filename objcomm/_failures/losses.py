@@ -201,6 +201,9 @@ def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
     processes = mesh.board_thread.processes
     killed = processes.killed()
     died = {rank: killed[each] for rank, each in enumerate(mesh.ranks) if each in killed}
+    if died and verdict.is_store_silent:  # whose end came later may have ended because of the first
+        first = processes.noticed_first(mesh.ranks[rank] for rank in died)
+        died = {rank: why for rank, why in died.items() if mesh.ranks[rank] in first}
     if died:
         # All that are known, whichever was noticed first: so all ranks name the same.
         named = [rank for rank in verdict.ranks if rank in died]
@@ -234,7 +237,7 @@ def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
     is_said = verdict.cause is Cause.LEFT or verdict.reason.startswith(_CLOSED)
     if not verdict.ranks or not are_beside or is_said:
         return verdict
-    return verdict._replace(reason=f"{_CLOSED} ({verdict.reason})")
+    return verdict._replace(reason=_CLOSED)  # it is not the network's, as connections tell it
 
 
 def _last_calls(mesh: Mesh) -> dict[int, GroupCalls]:

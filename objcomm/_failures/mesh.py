@@ -261,11 +261,12 @@ class Mesh:
         """Let a thread meet the other members, unless one has begun to; returns at once.
 
         Raises:
-            UsageError: the environment names a transport or ports that do not exist.
+            UsageError: the environment names a transport, ports or a key file that do not serve.
             RuntimeError: this process can start no more threads; the next call tries again.
         """
         # Read here, so that a mistake in the environment is an error before any traffic.
         _ = deadline.settings.chosen_transport, deadline.settings.chosen_ports
+        self._secret = deadline.settings.secret or environment_secret()
         self._connector.start(partial(self._meet, store, deadline))
 
     def _raise_failures_of(self, blocks: Sequence[str], operation: str, *, is_pair: bool) -> None:
@@ -294,7 +295,6 @@ class Mesh:
         with contextlib.suppress(StoreSilentError):  # who has met has said who it is, before
             self.board_thread.call(lambda _: None)
         clients = self.board_thread.clients
-        self._secret = deadline.settings.secret or environment_secret()
         try:
             own = clients.take(store, deadline.settings.lost_after)
             part = dist.PrefixStore(self.name, own)

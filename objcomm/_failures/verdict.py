@@ -19,8 +19,8 @@ from objcomm.errors import (
     RankFailure,
     TransportError,
     TransportTimeout,
+    brief_text_of,
     ranks_text,
-    text_of,
 )
 
 
@@ -172,7 +172,8 @@ class Verdict(NamedTuple):
         if last is None or own is None:
             return ""
         if not last.operation:
-            return f" before its first call; this is call {own.sequence}"
+            whose = "their" if len(self.ranks) > 1 else "its"
+            return f" before {whose} first call; this is call {own.sequence}"
         if own.sequence <= last.sequence:
             return ""
         calls = f"{last.sequence + 1} call{'s' * (last.sequence > 0)}"
@@ -192,7 +193,7 @@ def proposal_for(error: BaseException, rank: int) -> Verdict:
         # A message was refused, or memory is missing, of which torch says so by a RuntimeError: the
         # connections are at fault in none of these, because what they raise has its name by now.
         return Verdict.of(Cause.REFUSED, failures=(failure_of(error, rank),))
-    reason = f"it left after {text_of(error)}"
+    reason = f"it left after {brief_text_of(error)}"
     return Verdict.of(Cause.LEFT, ranks=(rank,), reason=reason)
 
 

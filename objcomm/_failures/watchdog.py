@@ -57,7 +57,7 @@ from objcomm._transport.lane import Lane
 from objcomm._transport.sockets import hang_up
 from objcomm._transport.threads import Alone, are_workers_busy
 from objcomm._world import CONNECT_MAX, store_of
-from objcomm.errors import UsageError, text_of
+from objcomm.errors import UsageError, brief_text_of
 
 TICK_SECONDS = 0.25
 #: A wait of this length is no surprise; a longer one is investigated.
@@ -250,7 +250,7 @@ class Watchdog(threading.Thread):
         main, error = threading.main_thread(), getattr(sys, "last_value", None)
         if main.is_alive() or error is None:
             return
-        reason = f"its main thread ended by {text_of(error)}, and another one goes on"
+        reason = f"its main thread ended by {brief_text_of(error)}, and another one goes on"
         for mesh in self._all_meshes():
             is_its = any(lane.owner is main for lane in tuple(mesh.lanes.values()))
             if is_its and mesh.verdict is None and mesh.link is not None:
@@ -280,7 +280,7 @@ class Watchdog(threading.Thread):
                         link.move(is_awaited=is_awaited)
                     else:
                         mesh.stop(mesh.verdict)
-                    if mesh.verdict is None and (link.has_lost_any() or _has_lost_some(mesh)):
+                    if mesh.verdict is None and (_has_lost_some(mesh) or link.has_lost_any()):
                         mesh.listen(time.monotonic())
             with logged("whether ranks made other calls could not be found out"):
                 self._look_for_others_calls(mesh)
@@ -499,7 +499,8 @@ def _has_lost_some(mesh: Mesh) -> bool:
     if not mesh.is_world:
         return False
     looked_at = random.sample(mesh.others, min(_MOST_LOOKED_AT, len(mesh.others)))
-    return any(mesh.board_thread.processes.end_of(mesh.ranks[peer]) for peer in looked_at)
+    ends = [mesh.board_thread.processes.end_of(mesh.ranks[peer]) for peer in looked_at]
+    return any(ends)  # all are looked at: who ended first may be asked
 
 
 def _alive(known: "weakref.WeakKeyDictionary[Mesh, Any]") -> list[Mesh]:
@@ -583,7 +584,7 @@ def audited(left_by: str) -> Iterator[None]:
         DesyncError: another rank has made other calls.
     """
     failure = sys.exc_info()[1]
-    _watchdogs.compare_calls(left_by, f"it left after {text_of(failure)}" if failure else "")
+    _watchdogs.compare_calls(left_by, f"it left after {brief_text_of(failure)}" if failure else "")
     is_failing, failure = failure is not None, None  # kept, it would keep the frames it came from
     yield
     error = audit.taken()
@@ -777,4 +778,4 @@ def _is_occupied(mesh: Mesh) -> bool:
 def _ending() -> str:
     """How the program ends; Python keeps an exception that nobody caught."""
     failed = getattr(sys, "last_value", None)
-    return PROGRAM_ENDED if failed is None else f"its program ended by {text_of(failed)}"
+    return PROGRAM_ENDED if failed is None else f"its program ended by {brief_text_of(failed)}"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum, IntFlag
 from typing import NamedTuple
 
-from objcomm.errors import DesyncError, Position, WireError
+from objcomm.errors import OTHER_OPTIONS, DesyncError, Position, WireError
 
 MAGIC = b"OBJC"
 VERSION = 1
@@ -327,7 +327,10 @@ def check_same_call(mine: Header, theirs: Header, sender: int) -> None:
         ("other operations", mine.operation, theirs.operation),
         ("other calls", mine.sequence, theirs.sequence),
         ("other roots", mine.root, theirs.root),
-        ("other names", mine.fingerprint, theirs.fingerprint),
+        (
+            OTHER_OPTIONS if mine.name == theirs.name else "other names",
+            *(mine.fingerprint, theirs.fingerprint),
+        ),
     ):
         if ours != other:
             raise DesyncError(reason, (mine.position, theirs.position))

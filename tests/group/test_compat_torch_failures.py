@@ -280,7 +280,7 @@ def test_torchs_calls_and_objcomms_own_do_not_pair() -> None:
         with pytest.raises(DesyncError):
             objcomm.barrier()
     else:
-        with pytest.raises(DesyncError, match="other names"):
+        with pytest.raises(DesyncError, match="check= or function"):
             dist_objects.broadcast_object_list([None])
     assert_group_works()
 

@@ -16,7 +16,7 @@ from objcomm._failures.inquiry import (
     serves_a_library,
 )
 from objcomm._wire.header import Operation
-from objcomm.errors import NO_MATCH
+from objcomm.errors import NO_MATCH, OTHER_OPTIONS
 from tests.unit.whereabouts import (
     MAIN,
     OTHER,
@@ -45,7 +45,8 @@ def test_two_calls_of_the_same_number_that_differ_are_found() -> None:
     ("mine", "theirs", "reason"),
     [
         (step(1, root=0), step(1, root=1), "other roots"),
-        (step(1)._replace(fingerprint=7), step(1), "other names"),
+        (step(1)._replace(fingerprint=7, name="a"), step(1), "other names"),
+        (step(1)._replace(fingerprint=7), step(1), OTHER_OPTIONS),
     ],
 )
 def test_roots_and_names_count(mine: Step, theirs: Step, reason: str) -> None:
