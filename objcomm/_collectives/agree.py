@@ -63,6 +63,10 @@ class _Comparison:
             return path, _with_type(left), _with_type(right)
         if isinstance(left, pickle.PickleBuffer):
             left, right = (bytes(each.raw()) for each in (left, right))
+        if isinstance(left, torch.UntypedStorage):
+            left, right = (
+                torch.tensor((), dtype=torch.uint8).set_(each.cpu()) for each in (left, right)
+            )
         if isinstance(left, int | str | bytes):
             return _unless(left == right, left, right, path)
         self._seen[id(left), id(right)] = left, right
@@ -71,7 +75,7 @@ class _Comparison:
     def _compare_content(self, left: Any, right: Any, path: str) -> tuple[str, str, str] | None:
         if isinstance(left, torch.Tensor):
             found = _unless(_are_same_tensors(left, right), left, right, path)
-        elif type(left).__module__ in _NUMPY and hasattr(left, "dtype"):
+        elif type(left).__module__ in _NUMPY and hasattr(left, "shape"):
             found = self._compare_arrays(left, right, path)
         elif isinstance(left, float | complex):
             # As text nan is equal to nan, and added to 0 there is no negative zero.

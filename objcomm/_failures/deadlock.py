@@ -15,6 +15,9 @@ from objcomm.errors import CIRCLE, NO_MATCH, OTHER_OPTIONS
 #: The number of the call in which a group's ranks meet: before all others.
 MEETING = -1
 
+# In these each rank's first wait is for those that come to it along the tree.
+_GATHERED_FIRST = frozenset({Operation.BARRIER, Operation.ALL_GATHER})
+
 # Who waited where a circle was found is told; threads that were late by a second were seen.
 _HEARD_WITHIN_SECONDS = 5.0
 
@@ -213,7 +216,7 @@ def find_deadlock(  # noqa: PLR0911  # each step of the search may end it
                 reason = difference(*differing)
                 ours, other = differing
                 return Deadlock(reason, ((holder, lane, ours), (lane.awaits, their_lane, other)))
-            if _is_under_way(lane, lane.now, their_lane):
+            if _is_under_way(lane, lane.now, their_lane, fetch):
                 return None
         following = theirs.waiting_of(_serving(lane, here, their_lane, theirs))
         circles += theirs.circles
@@ -267,11 +270,26 @@ def _is_meeting(lane: LaneWait, there: WaitSnapshot) -> bool:
     )
 
 
-def _is_under_way(lane: LaneWait, call: Step, theirs: LaneWait) -> bool:
-    """Whether the awaited rank has sent what ``lane`` waits for, or is sending it."""
+def _is_under_way(lane: LaneWait, call: Step, theirs: LaneWait, fetch: Fetch) -> bool:
+    """Whether the awaited rank has sent what ``lane`` waits for, or may be sending it."""
     if _is_shared(lane):
         return call.operation == Operation.RECV and theirs.next_sequence > lane.taken
-    return theirs.next_sequence > call.sequence
+    return theirs.next_sequence > call.sequence and not _has_sent_nothing(call, theirs, fetch)
+
+
+def _has_sent_nothing(call: Step, theirs: LaneWait, fetch: Fetch) -> bool:
+    """Whether the awaited rank is in the same call, and waits for one that has not begun it.
+
+    A call that gathers along a tree, and then goes back along it, has sent nothing by then to ranks
+    that are in it: below such a rank they wait for the way back, and above it for all below it.
+    """
+    now = theirs.now
+    if now is None or now.sequence != call.sequence or call.operation not in _GATHERED_FIRST:
+        return False
+    third = fetch(theirs.awaits) if theirs.awaits >= 0 else None
+    lane = None if third is None else third.lane(theirs.group, theirs.number)
+    is_of_the_mesh = lane is not None and lane.nonce == theirs.nonce
+    return is_of_the_mesh and lane is not None and lane.next_sequence <= call.sequence
 
 
 def _is_ending(

@@ -16,7 +16,7 @@ from objcomm._failures.inquiry import (
     serves_a_library,
 )
 from objcomm._wire.header import Operation
-from objcomm.errors import NO_MATCH, OTHER_OPTIONS
+from objcomm.errors import CIRCLE, NO_MATCH, OTHER_OPTIONS
 from tests.unit.whereabouts import (
     MAIN,
     OTHER,
@@ -311,6 +311,29 @@ def test_a_circle_of_three_through_messages_and_a_collective() -> None:
     assert is_circle(ranks, "each waits for another")
     ranks[1] = [send(1, 2, waiter=0)]
     assert conflict_among(ranks) is None
+
+
+@pytest.mark.parametrize("start", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("operation", "is_circle_of_all"),
+    [(Operation.BARRIER, True), (Operation.ALL_GATHER, True), (Operation.SCAN, False)],
+)
+def test_a_message_and_a_collective_in_which_a_third_rank_waits_for_the_receiver(
+    start: int, operation: Operation, *, is_circle_of_all: bool
+) -> None:
+    """Rank 2 receives from rank 1, which waits for rank 0, and that for rank 2."""
+    call = step(1, operation)
+    message = pair(1, 2, waits=Operation.RECV, awaits=1)
+    ranks = {
+        0: [lane("world", step(0), call, awaits=2)],
+        1: [lane("world", step(0), call, awaits=0)],
+        2: [message, lane("world", step(0))],
+    }
+    found = conflict_among(ranks, start)
+    assert (found is not None) == is_circle_of_all
+    assert found is None or (found.reason, len(found.found)) == (CIRCLE, 3)
+    ranks[2] = [message, lane("world", step(0), call)]  # it has come, and rank 0 may have gone on
+    assert conflict_among(ranks, start) is None
 
 
 def test_a_ring_of_receives() -> None:
