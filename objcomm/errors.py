@@ -51,7 +51,7 @@ _PEER = {
 _SILENT = "stopped, out of reach, or in C code that holds Python's lock"
 # As much as one rank tells of a failure; several that differ share it.
 _LETTERS_OF_FAILURES = 8000
-_LETTERS_OF_A_LINE = 300
+_LETTERS_OF_A_LINE = 1000
 
 # What a process calls the program that it runs; the second one, if multiprocessing started it.
 _PROGRAMS = ("__main__", "__mp_main__")
