@@ -266,7 +266,7 @@ class Mesh:
         """
         # Read here, so that a mistake in the environment is an error before any traffic.
         _ = deadline.settings.chosen_transport, deadline.settings.chosen_ports
-        self._secret = deadline.settings.secret or environment_secret()
+        environment_secret()
         self._connector.start(partial(self._meet, store, deadline))
 
     def _raise_failures_of(self, blocks: Sequence[str], operation: str, *, is_pair: bool) -> None:
@@ -295,6 +295,7 @@ class Mesh:
         with contextlib.suppress(StoreSilentError):  # who has met has said who it is, before
             self.board_thread.call(lambda _: None)
         clients = self.board_thread.clients
+        self._secret = deadline.settings.secret or environment_secret()
         try:
             own = clients.take(store, deadline.settings.lost_after)
             part = dist.PrefixStore(self.name, own)

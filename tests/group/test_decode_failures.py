@@ -305,7 +305,9 @@ def _assert_told(error: DecodeError, why: str, operation: str, rank: int) -> Non
     assert re.search(r"(test_decode_failures|operations)\.py:[0-9]+$", error.origin.call_site)
     assert error.lacking == place.partition(".")[0]
     named = f"'pickle' cannot decode what rank {rank} gave to {operation.removeprefix('i')} at"
-    assert f"{named} {error.origin.call_site}: {kind}: " in str(error)
+    assert error.path.startswith("obj")
+    member = f"at {error.path}, made by {error.made_by!r}"
+    assert f"{named} {error.origin.call_site}, {member}: {kind}: " in str(error)
     assert advice.replace("rank 1", f"rank {rank}") in str(error)
     again = pickle.loads(pickle.dumps(error))  # noqa: S301  # made here
     assert (str(again), again.origin, again.lacking) == (str(error), error.origin, error.lacking)
