@@ -237,7 +237,9 @@ def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
     is_said = verdict.cause is Cause.LEFT or verdict.reason.startswith(_CLOSED)
     if not verdict.ranks or not are_beside or is_said:
         return verdict
-    return verdict._replace(reason=_CLOSED)  # it is not the network's, as connections tell it
+    # A connection can't tell that from a death; what else was raised says more.
+    is_by_connection = verdict.reason.startswith(PEER_LOST)
+    return verdict._replace(reason=_CLOSED + f" ({verdict.reason})" * (not is_by_connection))
 
 
 def _last_calls(mesh: Mesh) -> dict[int, GroupCalls]:

@@ -12,11 +12,13 @@ ranks: 2
 """
 
 import sys
+import time
 
 import objcomm
 
 objcomm.init()
 objcomm.barrier()  # @barrier
 if objcomm.rank() == 1:
+    time.sleep(1)  # so that rank 0 is in the call
     sys.exit("no batches")
 objcomm.all_gather("batch")  # @gather
