@@ -71,6 +71,8 @@ def examples(name: str) -> list[doctest.DocTest]:
     module = importlib.import_module(name)
     finder = doctest.DocTestFinder()
     found = finder.find(module)
+    if name == "objcomm":  # whose members are there by then as if they were its own
+        found = [test for test in found if test.name == name]
     body = ast.parse(inspect.getsource(module)).body
     definitions = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
     for own in sorted({node.name for node in definitions}):

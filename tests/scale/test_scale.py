@@ -34,7 +34,7 @@ def test_a_call_that_differs_is_told_to_all_ranks_once(seen: dict[int, Seen]) ->
         heard = each.heard["other call"]
         assert heard.kind == "DesyncError"
         assert rank in heard.ranks
-        assert f"rank {rank} is in gather" in heard.text
+        assert f"rank {rank} called gather" in heard.text
 
 
 def test_a_stopped_rank_is_named_to_all_others_at_their_limit(seen: dict[int, Seen]) -> None:
