@@ -28,8 +28,8 @@ Without a launcher the program is the only rank, and every call works:
 ``help(objcomm.broadcast)`` describes one call. Start several ranks with
 ``torchrun --nproc-per-node=4 train.py``.
 
-For readers of the code: it stands in rooms, and each imports only from those before it. An
-underscore says which are private.
+For readers of the code: these are its packages and modules, and each imports only from those
+before it. An underscore marks the private ones.
 
 - ``errors``, ``_config``, ``_environment`` and ``_world`` are the ground: what can go wrong,
   what is set, where this process runs, and torch's process groups.
@@ -39,7 +39,7 @@ underscore says which are private.
   ``_failures`` see to it that no wait is a silent one.
 - ``_calls`` are a group and one call on it; ``_collectives`` and ``_p2p`` are the operations.
 - ``_training`` helps with models, metrics and data; ``_bootstrap`` starts ranks and examines hosts.
-- ``_public`` has the names that this package shows; those of one topic stand in ``codecs``,
+- ``_public`` has the names that this package shows; those of one topic are in ``codecs``,
   ``exporters``, ``metrics``, ``models`` and ``recorder``.
 - ``compat`` has other libraries' names for it, ``run`` runs their programs
   unchanged, and ``demo`` is a program that uses all this.

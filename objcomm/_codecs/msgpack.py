@@ -196,7 +196,7 @@ class _Encoder:
             lowered = _extended("exception", *map(self._lower, parts))
             rest = args, fields, attributes, links
         elif is_iterator(obj):
-            raise _RefusedError("it gives items, and is no plain data")
+            raise _RefusedError("it yields items, and is not plain data")
         else:
             raise _RefusedError(
                 "its class is not registered; use objcomm.register(cls), or codec='pickle'"

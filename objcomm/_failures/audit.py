@@ -17,6 +17,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
+from objcomm._failures import deadlock
 from objcomm._failures.inquiry import is_single
 from objcomm._failures.liveness import GroupCalls, LaneCalls
 from objcomm._failures.noticeboard import StoreSilentError
@@ -24,7 +25,7 @@ from objcomm._failures.verdict import FAREWELLS, PROGRAM_ENDED, Cause, Verdict, 
 from objcomm._observe.log import log, logged
 from objcomm._transport.link import LANE_BITS
 from objcomm._wire.header import Header, check_same_call, fingerprint
-from objcomm.errors import OTHER_OPTIONS, DesyncError, Position, WireError
+from objcomm.errors import DesyncError, Position, WireError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -169,9 +170,7 @@ def difference(mine: GroupCalls, theirs: GroupCalls) -> Verdict | None:
         if here.calls != there.calls:
             reason = f"rank {mine.rank} made {here.calls}, rank {theirs.rank} made {there.calls}"
         else:
-            differing = next(at for at, own in enumerate(here.step) if own != there.step[at])
-            options = OTHER_OPTIONS if here.last.name == there.last.name else "other names"
-            reason = ("other operations", "other roots", options)[differing]
+            reason = deadlock.difference(here.last, there.last)
         return Verdict.of(Cause.DESYNC, reason=reason, positions=(here.last, there.last))
     return None
 

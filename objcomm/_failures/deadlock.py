@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from objcomm._observe.stacks import Running
 from objcomm._wire.header import Operation
-from objcomm.errors import CIRCLE, NO_MATCH, OTHER_OPTIONS
+from objcomm.errors import CIRCLE, NO_MATCH, OTHER_OPTIONS, Position
 
 #: The number of the call in which a group's ranks meet: before all others.
 MEETING = -1
@@ -337,7 +337,7 @@ def _first_difference(mine: LaneWait, theirs: LaneWait) -> tuple[Step, Step] | N
     return None
 
 
-def difference(mine: Step, theirs: Step) -> str:
+def difference(mine: Step | Position, theirs: Step | Position) -> str:
     """In what two calls differ that should be the same one."""
     if mine.operation != theirs.operation:
         return "other operations"

@@ -86,7 +86,7 @@ class Process(NamedTuple):
         born: when it began, as the kernel counts, because numbers are used again; 0 if unknown.
         word: why it has ended, or left its world; empty while it is there.
         calls: the calls it made, published when it will make no more.
-        figures: what its calls have cost, packed by ``compat.program``; empty without a report.
+        figures: what its calls have cost, packed by ``compat.report``; empty without a report.
     """
 
     name: str
