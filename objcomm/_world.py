@@ -141,14 +141,20 @@ def refuse_worker(operation: str, rank: int) -> None:
 
 
 class _Inheritance:
-    """The world that this process was forked with, if it was: its connections are the parent's."""
+    """The world that this process was forked with, if it was: its connections are the parent's.
+
+    Attributes:
+        forks: how many forks led from the first process that imported objcomm to this one.
+    """
 
     def __init__(self) -> None:
+        self.forks = 0
         self._world: Callable[[], Any] = _nobody
         if hasattr(os, "register_at_fork"):  # not on Windows
             os.register_at_fork(after_in_child=self._note)
 
     def _note(self) -> None:
+        self.forks += 1
         world = default_group()
         self._world = _nobody if world is None else weakref.ref(world)
 

@@ -88,7 +88,7 @@ class Group:
         self.size = len(self.ranks)
         self.places = {rank: place for place, rank in enumerate(self.ranks)}
         # A group that is first used in a fork is its parent's no less.
-        self._pid = -1 if inheritance.has(world) else os.getpid()
+        self._forks = -1 if inheritance.has(world) else inheritance.forks
         self._lock = threading.RLock()
         self._making_a_part = Alone("a call that makes a group of some ranks")
         self._world = functools.partial(_living, _nothing if world is None else weakref.ref(world))
@@ -242,7 +242,7 @@ class Group:
     @property
     def is_of_the_parent(self) -> bool:
         """Whether this process was forked after it was made."""
-        return self._pid != os.getpid()
+        return self._forks != inheritance.forks
 
     def check_process(self, operation: str) -> None:
         """Refuse a call that this process can't make.
@@ -251,7 +251,7 @@ class Group:
             UsageError: it was forked from the one that made the group, as a DataLoader's worker
                 may be; or its interpreter is shutting down.
         """
-        if self._pid == os.getpid() and not sys.is_finalizing():
+        if self._forks == inheritance.forks and not sys.is_finalizing():
             return
         if self.is_of_the_parent:
             parent = rank()

@@ -185,20 +185,22 @@ def compose(
     Raises:
         WireError: a buffer lies on another type of device.
     """
-    rows, packed, large = [], [], []
-    for buffer in buffers:
-        flat, kind = buffer.flat, int(buffer.kind)
-        if buffer.kind is BufferKind.DEVICE:
-            kind = _row_kind(buffer, device_types)
-        rows.append(SizeRow(flat.numel(), kind))
-        if rows[-1].is_packed:
-            packed.append(flat.cpu())
-        else:
-            large.append(buffer)
     body: bytes | bytearray = bytes(meta)  # no copy, of bytes
-    if rows:
+    payload_nbytes = 0
+    large = []
+    if buffers:
+        rows, packed = [], []
+        for buffer in buffers:
+            flat, kind = buffer.flat, int(buffer.kind)
+            if buffer.kind is BufferKind.DEVICE:
+                kind = _row_kind(buffer, device_types)
+            rows.append(SizeRow(flat.numel(), kind))
+            if rows[-1].is_packed:
+                packed.append(flat.cpu())
+            else:
+                large.append(buffer)
+                payload_nbytes += rows[-1].nbytes
         body = bytearray().join([pack_table(rows), meta, *map(readable, packed)])
-    payload_nbytes = sum(buffer.flat.numel() for buffer in large)
     complete: Header = made(
         Header,
         (

@@ -109,7 +109,7 @@ def test_a_forked_process_neither_receives_it_nor_gives_it_back() -> None:
     for obj in ("one", "two"):
         objcomm.send(obj, right())
     found: Any = [objcomm.mprobe(left()) for _ in range(2)]
-    with mock.patch.object(resolve(None), "_pid", -1):
+    with mock.patch.object(resolve(None), "_forks", -1):
         with pytest.raises(UsageError, match="forked process"):
             found[0].recv()
         del found[1]
