@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser(typed: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=typed,
-        description="Looks at ranks before a job, and at what they have written after it; or runs "
+        description="Checks ranks before a job, and reads what they wrote after it; or runs "
         "a program with torch's object collectives replaced.",
         epilog="python -m objcomm.demo trains and evaluates on a few ranks, to try objcomm.",
     )
@@ -39,7 +39,7 @@ def _parser(typed: str) -> argparse.ArgumentParser:
     )  # for the list of commands; ``main`` never parses it
     inspecting = commands.add_parser(
         "inspect",
-        help="lay the ranks' dumps side by side and say where they part",
+        help="compare the ranks' dumps and report where they diverge",
         description="Reads what objcomm.recorder.dump, or an error with a record folder, wrote on "
         "each rank; matches the ranks' calls; prints them; and says where the ranks part. Lines "
         "marked > are calls in which they do.",
@@ -69,7 +69,7 @@ def _parser(typed: str) -> argparse.ArgumentParser:
 
     examining = commands.add_parser(
         "doctor",
-        help="say why ranks would not meet, or would be slow",
+        help="report why ranks would not meet, or would be slow",
         description="Alone it checks this host. Started by torchrun, srun or mpirun on every rank "
         "it also checks that the ranks meet, that each reaches every other, and how fast their "
         "links are; rank 0 reports. A rank that can't meet rank 0 reports to stderr.",

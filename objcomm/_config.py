@@ -498,8 +498,8 @@ def _ports(written: object, name: str) -> range:
         if ports and ports[0] > 0 and ports[-1] < _PORTS_MAX:
             return ports
     raise UsageError(
-        f"{name}={written!r} must be a port from 1 to 65535, or the first and the last one of "
-        'several, as "40000-40100"'
+        f"{name}={written!r} must be a port from 1 to 65535, or a range of ports, "
+        'such as "40000-40100"'
     )
 
 
@@ -517,7 +517,7 @@ def _check_numbers(changed: Mapping[str, Any]) -> None:
     for name in changed.keys() & {"max_nbytes", "max_operation_nbytes", "max_depth", "max_buffers"}:
         limit = changed[name]
         if not isinstance(limit, int) or isinstance(limit, bool):
-            raise UsageError(f"configure: {name}={limit!r} must be a whole number")
+            raise UsageError(f"configure: {name}={limit!r} must be an integer")
         least = 0 if name == "max_buffers" else 1
         if limit < least:
             raise UsageError(f"configure: {name}={limit} must be {least} or more")
@@ -528,7 +528,8 @@ def _codecs(accept: Iterable[str], operation: str) -> frozenset[str]:
     if names is None or not all(isinstance(each, str) for each in names):
         said_by = f"{operation}: " if operation else ""
         raise UsageError(
-            f"{said_by}accept={accept!r} must be a list of names of codecs, as ['msgpack'], or None"
+            f"{said_by}accept={accept!r} must be a list of codec names, such as "
+            "['msgpack'], or None"
         )
     return frozenset(names)
 
@@ -647,7 +648,7 @@ def secret_of(key: bytes | str) -> bytes:
         UsageError: it is neither bytes nor text, or too short to resist guessing.
     """
     if not isinstance(key, (bytes, str)):
-        raise UsageError(f"a key is bytes or text, not a {type(key).__name__}")
+        raise UsageError(f"a key must be bytes or a string, not a {type(key).__name__}")
     raw = key.encode() if isinstance(key, str) else key
     if len(raw) < _KEY_MIN_NBYTES:
         raise UsageError(f"a key of {len(raw)} bytes is too short; give {_KEY_MIN_NBYTES} or more")

@@ -277,8 +277,8 @@ def _place(names: _Names, found: Mapping[str, str]) -> Placement:
     world_size = _number(found, size_name)
     if not 0 <= rank < world_size:
         raise UsageError(
-            f"init: {names.rank}={rank} does not lie between 0 and {size_name}={world_size} - 1; "
-            "each process has a rank of its own, counted from 0"
+            f"init: {names.rank}={rank} is not between 0 and {size_name}={world_size} - 1; "
+            "each process has its own rank, counted from 0"
         )
     host = _host(names, found, world_size)
     return Placement(
@@ -309,7 +309,7 @@ def _port(found: Mapping[str, str]) -> int:
     if "MASTER_PORT" in found:
         port = _number(found, "MASTER_PORT")
         if not 0 < port < 1 << 16:
-            raise UsageError(f"init: MASTER_PORT={port} is no port; set one from 1 to 65535")
+            raise UsageError(f"init: MASTER_PORT={port} is not a port; set one from 1 to 65535")
         return port
     job = _number(found, "SLURM_JOB_ID", -1)
     if job < 0:
@@ -333,7 +333,7 @@ def first_host(hosts: str, name: str) -> str:
     end = len(first[0]) if first else 0
     if first is None or hosts[end : end + 1] not in {"", ","}:
         raise UsageError(
-            f"init: {name}={hosts!r} is no list of hosts; set MASTER_ADDR to the host of rank 0"
+            f"init: {name}={hosts!r} is not a list of hosts; set MASTER_ADDR to the host of rank 0"
         )
     return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", first[0])
 
@@ -345,7 +345,7 @@ def _number(found: Mapping[str, str], name: str, default: int | None = None) -> 
     try:
         return int(text or "")
     except ValueError:
-        raise UsageError(f"{name}={text!r} is no whole number; set it to one") from None
+        raise UsageError(f"{name}={text!r} is not an integer; set it to one") from None
 
 
 def machine() -> str:

@@ -172,7 +172,7 @@ def _cure_of(lacking: str, sender: str) -> str:
     if not name:
         return (
             f"; {sender} can import the module {module!r}, this process cannot: install it here, "
-            "or put its folder on PYTHONPATH"
+            "or add its folder to PYTHONPATH"
         )
     if module in _PROGRAMS:
         return (
@@ -456,8 +456,8 @@ class BrokenGroupError(TransportError):
 
     def __str__(self) -> str:
         return (
-            f"{self.operation}: this group can carry no more objects since its connections ended "
-            f"({self.reason}); make a new process group, or restart the job"
+            f"{self.operation}: this group can no longer carry objects because its connections "
+            f"ended ({self.reason}); make a new process group, or restart the job"
         )
 
 

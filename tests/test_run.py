@@ -323,7 +323,7 @@ def test_rank_0_alone_tells_of_all_ranks(ending: str, size: int, tmp_path: Path)
     )
     missing = [line for line in lines if line.startswith("without ")]
     assert missing == {
-        "dies": [f"without rank {size - 1}: ended before it could tell"],
+        "dies": [f"without rank {size - 1}: ended before it could report"],
         "is stopped": [late],
     }.get(ending, [])
 

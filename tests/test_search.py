@@ -46,7 +46,7 @@ _SHOWN = {  # texts whose gaps hold more than names
     "codec … cannot encode …, a …: …": (
         "codec 'pickle' cannot encode obj['cb'], a lock: TypeError: cannot pickle 'lock' object"
     ),
-    "unlike … it …; missing='skip' takes what there is": "unlike rank 0 it lacks 'loss'",
+    "unlike … it …; missing='skip' averages what there is": "unlike rank 0 it lacks 'loss'",
 }
 _REASONS = {  # of which error a reason is, by the module that gives it
     "objcomm/_failures/audit.py": "DesyncError",

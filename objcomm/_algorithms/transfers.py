@@ -276,7 +276,7 @@ class Transfers:
         if share is None:
             filled = self._copied(loan)
         elif not share.is_final():
-            raise WireError("what was handed over could still be changed by its sender")
+            raise WireError("the sender could still change the memory that it shared")
         else:
             filled = taken_out(loan.buffers, share)
             share.close()
@@ -456,7 +456,7 @@ def taken_out(buffers: Sequence[Buffer], share: Share) -> list[Buffer]:
         where = places([each.flat.numel() for each in buffers])
         return [_filled(*each, share) for each in zip(buffers, where, strict=True)]
     except ValueError as error:
-        told = f"what was handed over is less than its sender said: {error}"
+        told = f"the shared memory is smaller than its sender said: {error}"
         raise WireError(told) from error
 
 

@@ -226,7 +226,7 @@ class Start:
     def __str__(self) -> str:
         if not self.launcher:
             return (
-                "no launcher: a world of one, torch.distributed stays uninitialised; to start "
+                "no launcher: a world of one, torch.distributed stays uninitialized; to start "
                 f"several ranks: {EXAMPLE}"
             )
         local = "" if self.local_rank is None else f" (local rank {self.local_rank})"
@@ -372,14 +372,14 @@ def _as_it_is(backend: str | None, limit: timedelta | None, device: DeviceLike) 
     wanted, there = backends_in(backend or ""), backends_in(current)
     if any(there.get(each, name) != name for each, name in wanted.items()):
         raise UsageError(
-            f"init: backend={backend!r}, but torch.distributed is initialised with {current!r}; "
+            f"init: backend={backend!r}, but torch.distributed is initialized with {current!r}; "
             "leave backend out"
         )
     own_seconds = timeout_of(dist.group.WORLD)
     if limit is not None and abs(limit.total_seconds() - own_seconds) >= _STORED_SECONDS:
         raise UsageError(
-            f"init: timeout={limit.total_seconds():g} s, but torch.distributed is initialised with "
-            f"{own_seconds:g} s; set it where that is done, or give timeout= to the calls"
+            f"init: timeout={limit.total_seconds():g} s, but torch.distributed is initialized with "
+            f"{own_seconds:g} s; set it there, or pass timeout= to the calls"
         )
     device_type = accelerator_in(current)
     own = current_device(device_type) if device_type else torch.device("cpu")
@@ -387,7 +387,7 @@ def _as_it_is(backend: str | None, limit: timedelta | None, device: DeviceLike) 
         asked = torch.device(own.type, device) if isinstance(device, int) else torch.device(device)
         if asked.type != own.type or asked.index not in {None, own.index}:
             raise UsageError(
-                f"init: device={device!r}, but torch.distributed is initialised and the current "
+                f"init: device={device!r}, but torch.distributed is initialized and the current "
                 f"device is {str(own)!r}; leave device out"
             )
     local_rank = local_rank_in(os.environ)
@@ -483,7 +483,7 @@ def _store(place: Placement, limit: timedelta | None, *, is_agents: bool) -> "di
     except (RuntimeError, TimeoutError) as error:
         if place.rank == 0 or is_agents:
             raise
-        reason = f"rank 0, which they meet at, has not come or can't be reached ({error})"
+        reason = f"rank 0, where all ranks meet, has not started or can't be reached ({error})"
         raise _NotComeError(reason, (0,)) from error
 
 
@@ -516,7 +516,7 @@ def _await_host(place: Placement, seconds: float, *, is_host: bool) -> None:
         if not is_said and time.monotonic() > began + REPORTED_AFTER_SECONDS:
             is_said = True
             log.warning(
-                "init: rank %d still waits for rank 0 at %s:%d; %s",
+                "init: rank %d is still waiting for rank 0 at %s:%d; %s",
                 *(place.rank, place.host, place.port, why),
             )
         time.sleep(min(max(left, 0), _KNOCK_SECONDS))
@@ -535,7 +535,7 @@ def _call_the_roll(part: "dist.Store", place: Placement, seconds: float) -> None
         come = f"{ranks_text(here)} {'has' if len(here) == 1 else 'have'}"
         have = "has" if len(missing) == 1 else "have"
         raise _NotComeError(
-            f"{ranks_text(missing)} {have} not come within {seconds:g} s, {come}", missing
+            f"{ranks_text(missing)} {have} not arrived within {seconds:g} s, {come}", missing
         )
 
 
@@ -558,7 +558,7 @@ def _fresh_part(store: "dist.Store", place: Placement) -> "dist.Store":
     try:
         meet(dist.PrefixStore(_HAVE_JOINED, store), place.rank, place.world_size, meeting)
     except GivenUpError:
-        raise TimeoutError(f"not all ranks have come within {seconds:g} s") from None
+        raise TimeoutError(f"not all ranks have arrived within {seconds:g} s") from None
     finally:
         timer.cancel()
     return dist.PrefixStore(meeting.nonce, store)

@@ -94,7 +94,9 @@ def launch(
     if not callable(fn):
         raise UsageError(f"launch: fn={fn!r} must be a function")
     if type(nproc) is not int or nproc < 1:
-        raise UsageError(f"launch: nproc={nproc!r} must be a number of ranks, an integer from 1")
+        raise UsageError(
+            f"launch: nproc={nproc!r} must be a number of ranks, an integer of at least 1"
+        )
     _check_start(backend, environment)
     if not dist.is_available():
         raise UsageError("launch: this torch has no distributed")
@@ -126,7 +128,8 @@ def _pickled(name: str, order: tuple[object, ...]) -> bytes:
         return dumps(order)
     except Exception as error:
         raise UsageError(
-            f"launch: {name} or what it needs can't be sent to another process: {text_of(error)}"
+            f"launch: {name} or something it needs can't be sent to another process: "
+            f"{text_of(error)}"
         ) from error
 
 
@@ -159,10 +162,12 @@ def _check_start(backend: str | None, environment: Mapping[str, str] | None) -> 
     if not isinstance(backend, str | None):
         raise UsageError(f"launch: backend={backend!r} must be a backend's name or None")
     if not isinstance(environment, Mapping | None):
-        raise UsageError(f"launch: environment={environment!r} must be a mapping of texts")
+        raise UsageError(f"launch: environment={environment!r} must be a mapping of strings")
     for variable, value in (environment or {}).items():
         if not all(isinstance(text, str) for text in (variable, value)):
-            raise UsageError(f"launch: environment={{{variable!r}: {value!r}}}; give both as text")
+            raise UsageError(
+                f"launch: environment={{{variable!r}: {value!r}}}; pass both as strings"
+            )
 
 
 class _Job:
@@ -231,7 +236,7 @@ class _Job:
 
     def _wait(self, deadline: float, limit: float) -> None:
         """Return when all ranks have ended, or those that have not may not go on."""
-        reason = f"it had not ended within {limit:g} s, and was ended"
+        reason = f"it had not ended within {limit:g} s, and was killed"
         while running := self._running():
             if self._has_failed() and "failed" not in reason:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
@@ -318,7 +323,7 @@ class _Job:
             raise _Failed(RankFailure(rank, *told))
         status = self._processes()[rank].returncode or 0
         how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        reason = ended or f"its process ended without a word: {how}"
+        reason = ended or f"its process ended without a report: {how}"
         stacks = self._path("stacks", rank)
         text = stacks.read_text(errors="replace") if stacks.exists() else ""
         raise _Failed(RankFailure(rank, "ChildProcessError", reason, text))

@@ -132,10 +132,10 @@ def is_in_order(operation: str, ranks: Sequence[int], rank: int, first: int = 0)
 
 
 def _refused(operation: str, region: Region, missing: Collection[int], own: int) -> UsageError:
-    what = "broadcast and barrier act locally there, nothing else does" if region.is_local else ""
+    what = "only broadcast and barrier act locally there" if region.is_local else ""
     others = ranks_text(missing)
     because = what or f"{others} cannot answer before rank {own} has left it"
     return UsageError(
-        f"{operation}: global rank {own} is inside of {region.operation}, without {others}: "
-        f"{because}; make this call outside of it, on every rank"
+        f"{operation}: global rank {own} is inside {region.operation}, without {others}: "
+        f"{because}; make this call outside it, on every rank"
     )

@@ -479,7 +479,7 @@ class Call:
         plain = self.decode(message)
         if not fits(plain):
             position = message.header.position
-            raise sent_at(DecodeError(message.header.codec, f"it is no {what}"), position)
+            raise sent_at(DecodeError(message.header.codec, f"it is not {what}"), position)
         return plain
 
     def confirm(self) -> None:

@@ -257,7 +257,7 @@ class Group:
             parent = rank()
             refuse_worker(operation, parent)
             raise UsageError(
-                f"{operation}: this process was forked by rank {parent}, and is no rank itself: "
+                f"{operation}: this process was forked by rank {parent}, and is not a rank itself: "
                 "a forked process cannot use its parent's connections; call objcomm from the "
                 "process that called init_process_group"
             )
@@ -524,7 +524,7 @@ def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world
         True
     """
     if isinstance(group, str):  # it would be False on all ranks
-        raise UsageError(f"is_main: {group!r} is no group; write scope={group!r}")
+        raise UsageError(f"is_main: {group!r} is not a group; pass scope={group!r}")
     if scope == "world":
         if group is None and not is_initialized():
             return _is_main_by_launcher()

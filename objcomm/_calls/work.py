@@ -183,15 +183,15 @@ class Work(Generic[T_co]):
         if self._pid != os.getpid() and not self.done():
             raise UsageError(
                 f"{self.operation}: a forked process cannot wait for its parent's work; wait for "
-                "it in the process that began it"
+                "it in the process that started it"
             )
         seconds = _limit_of(f"{self.operation}: wait", timeout)
         self._is_asked = True
         try:
             if not self._has_ended_within(seconds):
                 raise TimeoutError(
-                    f"{self.operation} at {self.call_site} is still in flight after {seconds} s; "
-                    "it goes on, and can be waited for again"
+                    f"{self.operation} at {self.call_site} is still running after {seconds} s; "
+                    "it continues, and wait() can be called again"
                 )
             return self._outcome()
         finally:
@@ -243,7 +243,7 @@ class Work(Generic[T_co]):
         """
         if not self.done():
             raise UsageError(
-                f"{self.operation} at {self.call_site} is still in flight; wait() for it first"
+                f"{self.operation} at {self.call_site} is still running; call wait() first"
             )
         if not self._envelopes:
             raise UsageError(f"{self.operation} at {self.call_site} has received no message")
@@ -380,7 +380,7 @@ class Work(Generic[T_co]):
     def _must_be_done(self) -> None:
         if not self.done():
             raise UsageError(
-                f"{self.operation} at {self.call_site} is still in flight; wait() for it first"
+                f"{self.operation} at {self.call_site} is still running; call wait() first"
             )
         self._is_asked = True
 
@@ -408,7 +408,7 @@ class Work(Generic[T_co]):
         ending = "" if error is None else f", and ended by {text_of(error)}"
         file, _, line = self.call_site.rpartition(":")
         warnings.warn_explicit(
-            f"{self.operation} was begun here but never waited for{ending}",
+            f"{self.operation} was started here but never waited for{ending}",
             RuntimeWarning,
             file,
             int(line),

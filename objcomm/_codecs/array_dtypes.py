@@ -47,7 +47,7 @@ def array_dtype_name(dtype: "np.dtype[Any]") -> Any:
         name = dtype.str if dtype.names is None else _lists(dtype.descr)
         if _is_told(name, dtype):
             return name
-    raise TypeError(f"an array of {dtype} is no plain data; use codec='pickle'")
+    raise TypeError(f"an array of {dtype} is not plain data; use codec='pickle'")
 
 
 def _is_told(name: Any, dtype: "np.dtype[Any]") -> bool:
@@ -78,14 +78,16 @@ def _dtype(name: Any, depth: int, seen: Counter[str]) -> "np.dtype[Any]":
     if type(name) is str:
         return _simple(name)
     if type(name) is not list or depth > _DEPTH_MAX:
-        raise DecodeError("array", f"a {type(name).__name__} is no dtype, or nests too deep")
+        raise DecodeError(
+            "array", f"a {type(name).__name__} is not a dtype, or is nested too deeply"
+        )
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
     fields: list[Any] = []
     nbytes = 0
     for each in name:
         if type(each) not in (list, tuple) or len(each) not in (2, 3) or type(each[0]) is not str:
-            raise DecodeError("array", "a dtype's field is no name, form and shape")
+            raise DecodeError("array", "a dtype's field is not a name, a format and a shape")
         seen["fields"] += 1  # of a list that stands in it twice each time
         if seen["fields"] > _FIELDS_MAX:
             raise DecodeError("array", f"a dtype of more than {_FIELDS_MAX} fields")
@@ -100,9 +102,9 @@ def _dtype(name: Any, depth: int, seen: Counter[str]) -> "np.dtype[Any]":
 
 def _shape(sizes: Any) -> tuple[int, ...]:
     if type(sizes) not in (list, tuple) or len(sizes) > DIMENSIONS_MAX:
-        raise DecodeError("array", "the shape of a dtype's field is none")
+        raise DecodeError("array", "the shape of a dtype's field is not a tuple")
     if not all(type(size) is int and 0 <= size <= _NBYTES_MAX for size in sizes):
-        raise DecodeError("array", "the shape of a dtype's field has sizes that make no sense")
+        raise DecodeError("array", "the shape of a dtype's field has impossible sizes")
     return tuple(sizes)
 
 
@@ -123,7 +125,7 @@ def _simple(name: str) -> "np.dtype[Any]":
         order, kind, count, unit = found.groups()
         if int(count or 1) <= _NBYTES_MAX:
             return np.dtype(f"{order}{kind}8" + (f"[{int(count or 1)}{unit}]" if unit else ""))
-    raise DecodeError("array", f"{name[:100]!r} is no dtype's name")
+    raise DecodeError("array", f"{name[:100]!r} is not the name of a dtype")
 
 
 def _lists(value: Any) -> Any:

@@ -218,7 +218,7 @@ def decode(
 # Whether all ranks have the same classes only a sender can try.
 _ADVICE = (
     "; try objcomm.from_tensor(objcomm.to_tensor(obj, codec={codec!r})) on the rank that sent it: "
-    "if that raises it as well, the class can't be rebuilt of what it gives to the codec, "
+    "if that raises too, the class can't be rebuilt from what it gives to the codec; "
     "otherwise ranks have different versions of the class"
 )
 

@@ -190,7 +190,7 @@ def reduced(error: BaseException) -> Any:
     function, arguments, state, listed, mapped, set_state = (*own, *[None] * 4)[:6]
     if set_state is not None:
         raise TypeError(
-            "a __reduce__ with a state setter keeps no cause, context or notes; "
+            "a __reduce__ with a state setter does not keep cause, context or notes; "
             "send the error's text"
         )
     rest = state, notes, links
@@ -205,12 +205,12 @@ def check_parts(error: Any, rest: tuple[Any, ...]) -> None:
         ForbiddenTypeError: they set what only Python sets.
     """
     if len(rest) != len(Parts._fields) - 1:
-        raise DecodeError(_NAME, "an exception is not completed by these parts")
+        raise DecodeError(_NAME, "these parts do not complete an exception")
     args, fields, attributes, links = rest
     kind: Any = type(error)
     is_plain = isinstance(error, BaseException) and type(fields) is type(attributes) is dict
     if not is_plain or (args is not None and type(args) is not tuple):
-        raise DecodeError(_NAME, "an exception is not completed by these parts")
+        raise DecodeError(_NAME, "these parts do not complete an exception")
     for name in fields:
         if name not in _fields(kind) or isinstance(error, FIXED):
             raise ForbiddenTypeError(_NAME, f"an exception's own {shown(name)} is set")
@@ -229,6 +229,6 @@ def check_links(links: Any) -> None:
         return
     is_links = type(links) in {list, tuple} and len(links) == 3  # noqa: PLR2004  # see Links
     if not is_links or type(links[2]) is not bool:
-        raise DecodeError(_NAME, "the links of an exception are not three parts")
+        raise DecodeError(_NAME, "the links of an exception are not a triple")
     if not all(each is None or isinstance(each, BaseException) for each in links[:2]):
         raise DecodeError(_NAME, "the cause of an exception is not an exception")

@@ -115,7 +115,7 @@ class _Encoder:
         self._depth += 1
         if self._depth > self._max_depth:
             raise _RefusedError(
-                f"it lies deeper than {self._max_depth}; see objcomm.configure(max_depth=)"
+                f"it is nested deeper than {self._max_depth}; see objcomm.configure(max_depth=)"
             )
         lowered = self._lower_member(kind, obj)
         self._depth -= 1
@@ -158,7 +158,7 @@ class _Encoder:
             return self._with_attributes(obj, _extended("sparse", *parts))
         if isinstance(obj, torch.Tensor):
             raise _RefusedError(
-                "a tensor of this class or layout is no plain data; send its parts, or use "
+                "a tensor of this class or layout is not plain data; send its parts, or use "
                 "codec='pickle'"
             )
         if tensors.is_plain_array(obj):
@@ -295,7 +295,7 @@ class _Decoder:
             list_hook=self._raise_list,
         )
         if self._heads:
-            raise DecodeError(_NAME, "an extension stands where no list begins")
+            raise DecodeError(_NAME, "an extension is not at the start of a list")
         return decoded
 
     def _raise_tag(self, code: int, name: bytes) -> _Tag:
@@ -347,7 +347,7 @@ class _Decoder:
     def _raise_array(self, position: Any, dtype: Any, shape: Any, order: Any) -> Any:
         flat = self._raise_flat(position)
         if type(shape) is not list:
-            raise DecodeError(_NAME, "the shape of an array is no list")
+            raise DecodeError(_NAME, "the shape of an array is not a list")
         named = array_dtypes.array_dtype_named(dtype)
         return tensors.rebuild_array(flat, named, tuple(shape), order)
 

@@ -54,7 +54,9 @@ class Budget:
         """
         self._left -= steps
         if self._left < 0:
-            raise DecodeError(self._codec, "decoding it would take far more work than it has bytes")
+            raise DecodeError(
+                self._codec, "decoding it would take far more work than its size justifies"
+            )
 
 
 def _nbytes(buffer: Any) -> int:

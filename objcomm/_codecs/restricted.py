@@ -166,7 +166,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         found = self._admitted.get(f"{module}.{name}")
         if found is None:
             raise ForbiddenTypeError(
-                _NAME, f"'{module}.{name}' is not admitted; list it in allow= to admit it"
+                _NAME, f"'{module}.{name}' is not allowed; add it to allow= to permit it"
             )
         return found
 
@@ -209,7 +209,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
 
     def _called(self, function: Any, arguments: Any, options: Mapping[str, Any]) -> None:
         if type(arguments) is not tuple:
-            raise DecodeError(_NAME, "the arguments of a call are no tuple")
+            raise DecodeError(_NAME, "the arguments of a call are not a tuple")
         parts = (*arguments, *options.values())
         # What a class of the program's does with its arguments is its own affair, but many walk
         # through them, and a range of 20 bytes may have any length.
@@ -224,7 +224,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
     def _look_up(self, cls: enum.EnumMeta, arguments: Any) -> None:
         """The member of an enum's class that has a value."""
         if type(arguments) is not tuple or len(arguments) != 1:
-            raise DecodeError(_NAME, f"a {cls.__name__} is not made of one value")
+            raise DecodeError(_NAME, f"a {cls.__name__} is not built from one value")
         self._budget.spend(1 + self._steps(arguments[0]))
         if not self._is_value(arguments[0]):  # an error would show it, and that may be gigabytes
             kind = name_of(type(arguments[0]))
@@ -241,7 +241,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
     def _make(self, cls: Any, arguments: Any, options: Mapping[str, Any]) -> None:
         is_own = isinstance(cls, type) and cls in self._classes and cls not in _CALLED
         if not is_own or isinstance(cls, enum.EnumMeta):  # whose members are looked up
-            raise ForbiddenTypeError(_NAME, f"a {type(cls).__name__} is made like a class")
+            raise ForbiddenTypeError(_NAME, f"a {type(cls).__name__} is constructed like a class")
         self._called(lambda *given, **named: cls.__new__(cls, *given, **named), arguments, options)
 
     def _target(self, *usual: type) -> Any:
@@ -253,7 +253,9 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         self._check_may_grow(target, *usual)
         if self._fetched.get((len(self.metastack), len(self.stack))) == id(target):
             # What holds it would become deeper, and nobody would notice.
-            raise DecodeError(_NAME, "members are added to what is a member of something else")
+            raise DecodeError(
+                _NAME, "members are added to an object that already belongs to another one"
+            )
         return target
 
     def _check_may_grow(self, target: Any, *usual: type) -> None:
@@ -344,7 +346,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
             raise ForbiddenTypeError(_NAME, f"a {type(function).__name__} is called")
         if function is _set_state:  # in the place of BUILD, where a class has a ``__getattr__``
             if type(arguments) is not tuple or len(arguments) != 2:  # noqa: PLR2004  # see there
-                raise DecodeError(_NAME, "a state is not given to an object")
+                raise DecodeError(_NAME, "a state is applied to something that is not an object")
             self._build(*arguments)
             self.append(None)
             return
@@ -429,14 +431,16 @@ def _members_of(each: Any) -> Iterator[Any]:
 def _check_memory(flat: Any) -> None:
     # Another tensor might be expanded, and take gigabytes where it is moved.
     if not (tensors.is_plain_tensor(flat) and flat.dtype is torch.uint8 and flat.dim() == 1):
-        raise DecodeError(_NAME, f"a {name_of(type(flat))} is no memory of a tensor or an array")
+        raise DecodeError(
+            _NAME, f"a {name_of(type(flat))} is not the memory of a tensor or an array"
+        )
     if not flat.is_contiguous():
         raise DecodeError(_NAME, "the memory of a tensor or an array is not in one piece")
 
 
 def _tensor(about: Any, flat: Any) -> torch.Tensor:
     if type(about) is not tuple:
-        raise DecodeError(_NAME, "a tensor is not made of a description and memory")
+        raise DecodeError(_NAME, "a tensor is not built from a description and memory")
     _check_memory(flat)
     return tensors.rebuild(tensors.Dense(*about), flat)
 
@@ -450,22 +454,22 @@ def _scalar(dtype: Any, raw: Any) -> Any:
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
     if not isinstance(dtype, np.dtype) or dtype.hasobject:
-        raise DecodeError(_NAME, "a numpy scalar is not made of a dtype and bytes")
+        raise DecodeError(_NAME, "a numpy scalar is not built from a dtype and bytes")
     return tensors.rebuild_scalar(dtype, raw)
 
 
 def _exception(kind: Any, made_of: Any) -> BaseException:
     if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-        raise ForbiddenTypeError(_NAME, f"a {name_of(type(kind))} is made like a class")
+        raise ForbiddenTypeError(_NAME, f"a {name_of(type(kind))} is constructed like a class")
     if type(made_of) is not tuple:
-        raise DecodeError(_NAME, "an exception's arguments are no tuple")
+        raise DecodeError(_NAME, "an exception's arguments are not a tuple")
     check_arguments(kind, made_of)
     return exceptions.make(kind, made_of)
 
 
 def _complete(error: Any, rest: Any) -> Any:
     if type(rest) is not tuple:
-        raise DecodeError(_NAME, "an exception is not completed by these parts")
+        raise DecodeError(_NAME, "these parts do not complete an exception")
     exceptions.check_parts(error, rest)
     check_attributes(rest[2])
     exceptions.complete(error, rest)
@@ -474,7 +478,7 @@ def _complete(error: Any, rest: Any) -> Any:
 
 def _complete_with_state(error: Any, rest: Any) -> Any:
     if not isinstance(error, BaseException) or type(rest) is not tuple or len(rest) != 3:  # noqa: PLR2004  # as the pickler
-        raise DecodeError(_NAME, "an exception is not completed by these parts")
+        raise DecodeError(_NAME, "these parts do not complete an exception")
     state, notes, links = rest
     exceptions.check_parts(error, (None, {}, {} if notes is None else {"__notes__": notes}, links))
     if type(state) is dict:
@@ -485,7 +489,7 @@ def _complete_with_state(error: Any, rest: Any) -> Any:
 
 def _sizes(sizes: Any) -> Any:
     if type(sizes) is not tuple:  # a range would be walked to its end
-        raise DecodeError(_NAME, "a torch.Size is not made of a tuple")
+        raise DecodeError(_NAME, "a torch.Size is not built from a tuple")
     return CONSTRUCTORS["torch.Size"](*sizes)
 
 
@@ -541,7 +545,7 @@ class _Opcodes(dict[int, Callable[[Any], None]]):
 
     def __missing__(self, opcode: int) -> Callable[[Any], None]:
         raise ForbiddenTypeError(
-            _NAME, f"the opcode {_OPCODE_NAMES.get(opcode, opcode)} stands in it"
+            _NAME, f"it contains the opcode {_OPCODE_NAMES.get(opcode, opcode)}"
         )
 
 

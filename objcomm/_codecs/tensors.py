@@ -256,7 +256,7 @@ def _check(about: Any) -> None:
         and (about.device_type in _USUAL_DEVICE_TYPES or _DEVICE_TYPE.fullmatch(about.device_type))
     )
     if not is_plain:
-        raise DecodeError("tensor", "its description is no plain data")
+        raise DecodeError("tensor", "its description is not plain data")
     check_shape("tensor", about.shape)
     if about.expanded is not None:
         check_shape("tensor", about.expanded)
@@ -266,7 +266,7 @@ def _check(about: Any) -> None:
         or not all(type(each) is int for each in order)
         or sorted(order) != list(range(len(about.shape)))
     ):
-        raise DecodeError("tensor", "the order of its dimensions is none")
+        raise DecodeError("tensor", "its dimension order is not a permutation")
 
 
 def check_shape(what: str, shape: Any) -> None:
@@ -276,12 +276,12 @@ def check_shape(what: str, shape: Any) -> None:
         DecodeError: it is no tuple of sizes, or has too many of them, or they are too large.
     """
     if type(shape) is not tuple or len(shape) > DIMENSIONS_MAX:
-        raise DecodeError(what, f"its shape is no tuple of up to {DIMENSIONS_MAX} sizes")
+        raise DecodeError(what, f"its shape is not a tuple of at most {DIMENSIONS_MAX} sizes")
     if not _INTEGERS.issuperset(map(type, shape)) or min(shape, default=0) < 0:
-        raise DecodeError(what, "its shape has sizes that make no sense")
+        raise DecodeError(what, "its shape has impossible sizes")
     # As if no size were 0: some code multiplies before it looks.
     if max(shape, default=0) > _NUMEL_MAX or math.prod(filter(None, shape)) > _NUMEL_MAX:
-        raise DecodeError(what, "its shape has more elements than there can be")
+        raise DecodeError(what, "its shape has more elements than possible")
 
 
 def is_coo_tensor(obj: object) -> bool:
@@ -319,11 +319,11 @@ def rebuild_coo(
     parts = (indices, values)
     # Expanded, a few bytes would be the indices of billions of elements, and torch looks at each.
     if not all(is_plain_tensor(part) and part.is_contiguous() for part in parts):
-        raise DecodeError("tensor", "a sparse tensor is not made of two dense ones")
+        raise DecodeError("tensor", "a sparse tensor is not built from two dense ones")
     if type(is_coalesced) is not bool or type(requires_grad) is not bool:
-        raise DecodeError("tensor", "its description is no plain data")
+        raise DecodeError("tensor", "its description is not plain data")
     if indices.is_meta or values.is_meta:
-        raise DecodeError("tensor", "a sparse tensor is not made of tensors without elements")
+        raise DecodeError("tensor", "a sparse tensor is not built from tensors without elements")
     tensor = torch.sparse_coo_tensor(
         indices,
         values,
@@ -392,9 +392,11 @@ def rebuild_array(flat: torch.Tensor, dtype: Any, shape: Any, order: Any) -> "np
     check_shape("array", shape)
     is_order = type(order) is str and order in {"C", "F"}
     if not is_order or not isinstance(dtype, np.dtype):
-        raise DecodeError("array", "it is not made of a dtype and an order")
+        raise DecodeError("array", "it is not built from a dtype and an order")
     if dtype.hasobject or math.prod(shape) * dtype.itemsize != flat.numel():
-        raise DecodeError("array", f"{flat.numel()} bytes are no {dtype} array of shape {shape}")
+        raise DecodeError(
+            "array", f"{flat.numel()} bytes do not make a {dtype} array of shape {shape}"
+        )
     if flat.numel() == 0 and not dtype.itemsize:
         # As a view, because numpy would give texts of no length room for one letter each.
         return np.ndarray(shape, dtype, buffer=b"", order=order)
@@ -412,6 +414,6 @@ def rebuild_scalar(dtype: "np.dtype[Any]", raw: Any) -> Any:
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
     if type(raw) is not bytes or dtype.itemsize != len(raw):
-        raise DecodeError("array", f"what arrived is no {dtype} scalar")
+        raise DecodeError("array", f"the received value is not a {dtype} scalar")
     # Empty text has items of no bytes, which frombuffer refuses.
     return np.frombuffer(raw, dtype)[0] if dtype.itemsize else np.zeros((), dtype)[()]

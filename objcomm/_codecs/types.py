@@ -110,7 +110,7 @@ class Constructor:
         wanted = self.arguments
         least, most = len(wanted) - self.optional, len(wanted)
         if len(given) < least or (len(given) > most and self.rest is None):
-            raise DecodeError(_NAME, f"a {self.name} is not made of {len(given)} parts")
+            raise DecodeError(_NAME, f"a {self.name} is not built from {len(given)} parts")
         for number, each in enumerate(given):
             argument = wanted[number] if number < most else self.rest
             if argument is not None and not argument.fits(each):
@@ -298,13 +298,15 @@ def raise_exception(name: Any, args: Any, notes: Any, text: Any) -> BaseExceptio
         DecodeError: it can't be made of these.
     """
     if type(name) is not str or type(text) is not str:
-        raise DecodeError(_NAME, "an exception is not made of a name, arguments and a text")
+        raise DecodeError(_NAME, "an exception is not built from a name, arguments and a text")
     cls = BUILTIN_ERRORS.get(name)
     if cls is None:
-        raise ForbiddenTypeError(_NAME, f"{name!r} is no builtin exception ({text})")
+        raise ForbiddenTypeError(_NAME, f"{name!r} is not a built-in exception ({text})")
     is_plain = type(args) is tuple and type(notes) is list
     if not is_plain or not all(type(note) is str for note in notes):  # a range would be walked
-        raise DecodeError(_NAME, "an exception's arguments are no tuple, or its notes no texts")
+        raise DecodeError(
+            _NAME, "an exception's arguments are not a tuple, or its notes are not strings"
+        )
     check_arguments(cls, args)
     error: BaseException = cls(*args)
     for note in notes:
@@ -345,7 +347,8 @@ class _Classes:
             )
             if other is not cls and not same_source:
                 raise UsageError(
-                    f"{entry.name!r} already stands for {other!r}; register {cls!r} with name="
+                    f"{entry.name!r} is already registered for {other!r}; register {cls!r} "
+                    "with name="
                 )
             self._entries = (
                 {**by_class, cls: entry},
@@ -462,7 +465,7 @@ def _derived(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
 def _checked(cls: Any, received: Any, kind: type) -> Any:
     """What arrived for an instance, if it is of the very type that was sent."""
     if type(received) is not kind:
-        raise DecodeError(_NAME, f"a {cls.__qualname__} is not made of {shown(received)}")
+        raise DecodeError(_NAME, f"a {cls.__qualname__} is not built from {shown(received)}")
     return received
 
 
@@ -524,12 +527,12 @@ def check_arguments(cls: type, args: tuple[Any, ...]) -> None:
         text, start, end = args[-4:-1] if len(args) >= 4 else ("", 0, -1)  # noqa: PLR2004  # and why
         is_right = type(start) is type(end) is int and type(text) in {str, bytes, bytearray}
         if not (is_right and 0 <= start <= end <= len(text)):
-            raise DecodeError(_NAME, "the positions of a Unicode error lie outside of its text")
+            raise DecodeError(_NAME, "the positions of a UnicodeError are outside its text")
     elif issubclass(cls, SyntaxError):
         parts = args[1] if len(args) > 1 else ()
         if type(parts) not in {*_LISTS, str}:
-            raise DecodeError(_NAME, "the place of a syntax error is no list")
+            raise DecodeError(_NAME, "the location of a SyntaxError is not a list")
         if any(type(part) is int and not -1 <= part <= _COLUMN_MAX for part in parts):
-            raise DecodeError(_NAME, f"a syntax error lies beyond column {_COLUMN_MAX}")
+            raise DecodeError(_NAME, f"the column of a SyntaxError is beyond {_COLUMN_MAX}")
     elif issubclass(cls, BaseExceptionGroup) and type(args[-1] if args else None) not in _LISTS:
-        raise DecodeError(_NAME, "a group of exceptions is not made of a list")
+        raise DecodeError(_NAME, "an exception group is not built from a list")

@@ -282,7 +282,7 @@ def decide_in(
             return shared[0]
         if is_answer is None:
             return cast("B", call.decode(message))
-        return cast("B", call.decode_as(message, is_answer, "such answer"))
+        return cast("B", call.decode_as(message, is_answer, "an answer to a gather"))
 
     return rest
 
@@ -327,7 +327,7 @@ def decode_others(
         elif is_part is None:
             objs.append(call.decode(message))
         else:
-            objs.append(call.decode_as(message, is_part, "such part"))
+            objs.append(call.decode_as(message, is_part, "a part of a gather"))
     return objs
 
 

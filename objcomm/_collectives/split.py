@@ -493,7 +493,7 @@ def word_of(plain: Any) -> _Word:
         )
         if is_right:
             return _Word(color, key, fresh, names)
-    raise DecodeError(_CODEC, "a rank told no colour, key and names")
+    raise DecodeError(_CODEC, "a rank did not send a color, a key and names")
 
 
 def _name(members: Members, words: Sequence[_Word]) -> str:

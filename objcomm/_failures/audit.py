@@ -135,7 +135,7 @@ def compare(comparisons: Sequence[Comparison], board: Board) -> None:
         if mine.failure:
             continue
         silent = contextlib.suppress(StoreSilentError, RuntimeError)  # it may have ended
-        with logged("whether all ranks made the same calls could not be found out"), silent:
+        with logged("could not check whether all ranks made the same calls"), silent:
             found = _difference_to_others(board, mesh, mine, is_any_closed=is_any_closed)
             if found is not None:
                 _note(mesh, found)

@@ -171,7 +171,7 @@ class Channel:
         mesh = self._mesh
         if mesh is None or sys.exc_info()[1] is not None:  # that error is the one to be told
             return
-        with logged("whether all ranks made the same calls could not be found out"):
+        with logged("could not check whether all ranks made the same calls"):
             comparison = audit.comparison(mesh)
             if comparison is not None:
                 mesh.board_thread.submit(functools.partial(audit.compare, [comparison]))
@@ -272,8 +272,8 @@ class Channel:
             if order is None and is_taken and name != IN_TURNS:
                 which = f"lane {name!r} of this group" if name else "this group"
                 raise UsageError(
-                    f"{operation}: thread {lane.owner.name!r} already uses {which}; let "
-                    f"{thread.name!r} take a lane of its own: with objcomm.lane('…'):"
+                    f"{operation}: thread {lane.owner.name!r} already uses {which}; give "
+                    f"{thread.name!r} its own lane: with objcomm.lane('…'):"
                 )
             lane.owner = thread
             return lane

@@ -174,7 +174,7 @@ def _unmatched(entry: CallRecord) -> str:
         return ""
     messages = [f"tag={tag} from rank {peer}" for peer, tag in found]
     come = ", ".join(messages)
-    return f"it takes tag={entry.header.tag}, and what has come is {come}; tag=None takes any"
+    return f"it takes tag={entry.header.tag}, but {come} has arrived; tag=None takes any"
 
 
 #: A call of one lane that waits for other ranks.
@@ -602,7 +602,7 @@ def expiry_verdict(
     mesh, lane, entry = waiting
     loss = None
     if not is_brief(entry):  # who polls looks again, and is told then
-        with logged("whether a process has ended could not be found out"):  # the limit has passed
+        with logged("could not check whether a process has ended"):  # the limit has passed
             if board is not None:
                 losses.learn_ends(board, mesh)
             blocks = {each.nonce: each.ranks for each in meshes}

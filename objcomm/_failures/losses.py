@@ -53,9 +53,9 @@ _SURELY_TOLD_SECONDS = 1.0
 # A thousand ranks that wait would keep the store busy with each other's names.
 _MOST_LEARNED = 8
 
-_CLOSED = "it lives, and has destroyed its process group or given up after an error of its own"
+_CLOSED = "it is alive, but has destroyed its process group or given up after an error of its own"
 _ALONE = "all of its connections ended at once: it lost its network, or all others ended"
-_SAID = "it died, exited or lost its network, as a rank says that has closed its connections"
+_SAID = "it died, exited or lost its network, according to a rank that has closed its connections"
 _NEVER_CAME = "it died, exited or lost its network before it sent to or received from this rank"
 
 # Their receivers need only the source: the death of any other rank delays nobody.
@@ -450,7 +450,7 @@ def _note_cut_off(mesh: Mesh, awaited: Iterable[int]) -> None:
     processes = mesh.board_thread.processes
     for rank in [mesh.ranks[peer] for peer in awaited if mesh.link is None]:
         if processes.of(rank) is None and mesh.board_thread.is_cut_off(rank):
-            processes.note_end(rank, "it died, or left its process group, before it came here")
+            processes.note_end(rank, "it died, or left its process group, before it joined")
 
 
 def some(each: Sequence[T]) -> list[T]:

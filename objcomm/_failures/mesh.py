@@ -584,7 +584,7 @@ class Mesh:
             logging.DEBUG if verdict.reason in FAREWELLS else logging.INFO,
             "group %r: its connections were closed, %s: %s",
             self.name,
-            "and its next call makes new ones" if self.can_be_replaced else "for good",
+            "and its next call opens new ones" if self.can_be_replaced else "for good",
             text_of(verdict.error("a call")),
             extra=self.labels,
         )

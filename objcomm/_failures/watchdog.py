@@ -165,11 +165,11 @@ class Watchdog(threading.Thread):
             selector.register(self._receiving, selectors.EVENT_READ)
             while not self._is_closing:
                 pause: float | None = TICK_SECONDS
-                with logged("the watchdog could not look how long it may sleep"):
+                with logged("the watchdog could not determine how long to sleep"):
                     pause = self._pause()
                 if selector.select(pause):
                     self._heed_signals(self._receiving.recv(64))
-                with logged("the watchdog could not look after what waits"):
+                with logged("the watchdog could not check the waiting calls"):
                     self._tick(time.monotonic())
 
     def _pause(self) -> float | None:
@@ -231,7 +231,7 @@ class Watchdog(threading.Thread):
         """End without the store what it was to end, and has not."""
         for due, end in self._fallbacks:
             if due <= now:
-                with logged("a wait that is over could not be ended"):  # the others still can
+                with logged("could not end an expired wait"):  # the others still can
                     end()
         self._fallbacks = [each for each in self._fallbacks if each[0] > now]
 
@@ -250,7 +250,8 @@ class Watchdog(threading.Thread):
         main, error = threading.main_thread(), getattr(sys, "last_value", None)
         if main.is_alive() or error is None:
             return
-        reason = f"its main thread ended by {brief_text_of(error)}, and another one goes on"
+        ended = f"its main thread ended with {brief_text_of(error)}"
+        reason = f"{ended}, and another thread is still running"
         for mesh in self._all_meshes():
             is_its = any(lane.owner is main for lane in tuple(mesh.lanes.values()))
             if is_its and mesh.verdict is None and mesh.link is not None:
@@ -260,7 +261,7 @@ class Watchdog(threading.Thread):
         """Let those who poll in a block know that a rank has died in it: they are never overdue."""
         for mesh in self._all_meshes():
             if mesh.blocks and mesh.verdict is None:
-                with logged("whether a process has ended could not be found out"):
+                with logged("could not check whether a process has ended"):
                     mesh.died = loss_among(mesh, mesh.others)
 
     def _move_links(self) -> None:
@@ -274,7 +275,7 @@ class Watchdog(threading.Thread):
             mesh.report_refusals()
             link = mesh.link
             if link is not None and not mesh.is_closed:
-                with logged("what is under way could not be moved"):
+                with logged("could not move the pending transfers"):
                     # Ctrl-C may have struck between the verdict and the end of the connections.
                     if mesh.verdict is None:
                         link.move(is_awaited=is_awaited)
@@ -282,7 +283,7 @@ class Watchdog(threading.Thread):
                         mesh.stop(mesh.verdict)
                     if mesh.verdict is None and (_has_lost_some(mesh) or link.has_lost_any()):
                         mesh.listen(time.monotonic())
-            with logged("whether ranks made other calls could not be found out"):
+            with logged("could not check whether ranks made other calls"):
                 self._look_for_others_calls(mesh)
 
     def _look_for_others_calls(self, mesh: Mesh) -> None:
@@ -317,7 +318,7 @@ class Watchdog(threading.Thread):
     def _has_ended_in_vain(self, mesh: Mesh, lane: Lane, entry: CallRecord) -> bool:
         """End a mesh, if one of its calls needs a process that has ended."""
         verdict = None
-        with logged("whether a process has ended could not be found out"):  # limits still hold
+        with logged("could not check whether a process has ended"):  # limits still hold
             meshes = self._all_meshes() if entry.regions else []
             blocks = {each.nonce: each.ranks for each in meshes}
             verdict = loss_in(mesh, lane, entry, blocks)
@@ -334,7 +335,7 @@ class Watchdog(threading.Thread):
             if mesh.verdict is not None or mesh.link is not None:
                 continue
             verdict = None
-            with logged("whether a process has ended could not be found out"):  # the others go on
+            with logged("could not check whether a process has ended"):  # the others go on
                 verdict = loss_among(mesh, (), awaited=mesh.others)
             if verdict is None:
                 unmet[mesh.board_thread].append(mesh)
@@ -453,7 +454,7 @@ class Watchdog(threading.Thread):
         """
         comparisons = defaultdict[BoardThread, list[audit.Comparison]](list)
         for mesh in self._all_meshes():
-            with logged("whether all ranks made the same calls could not be found out"):
+            with logged("could not check whether all ranks made the same calls"):
                 found = audit.comparison(mesh, left_by, failure)
                 if found is not None:
                     comparisons[mesh.board_thread].append(found)
@@ -474,7 +475,7 @@ class Watchdog(threading.Thread):
         until = time.monotonic() + _DELIVERY_SECONDS
         for mesh, link in [(mesh, mesh.link) for mesh in self._all_meshes()]:
             if link is not None and not mesh.is_closed:  # a later handler may still call
-                with logged("whether all that was sent has arrived could not be found out"):
+                with logged("could not check whether everything sent has arrived"):
                     link.await_delivery(until)
         self._is_closing = True
         self._nudge()
@@ -484,7 +485,7 @@ class Watchdog(threading.Thread):
             self._sending.close()
         if has_ended_well:
             for mesh in self._all_meshes():
-                with logged("whether all ranks made the same calls could not be found out"):
+                with logged("could not check whether all ranks made the same calls"):
                     audit.retire(mesh, PROGRAM_ENDED)
             error = audit.taken()
             if error is not None:
@@ -778,4 +779,4 @@ def _is_occupied(mesh: Mesh) -> bool:
 def _ending() -> str:
     """How the program ends; Python keeps an exception that nobody caught."""
     failed = getattr(sys, "last_value", None)
-    return PROGRAM_ENDED if failed is None else f"its program ended by {brief_text_of(failed)}"
+    return PROGRAM_ENDED if failed is None else f"its program ended with {brief_text_of(failed)}"

@@ -138,10 +138,10 @@ class Recorder:
             error.add_note(f"objcomm could not write this rank's last calls: {text_of(second)}")
             return
         error.recorded = str(path)
-        log.info("this rank's last calls were written: %s", path, extra={"group": self.name})
+        log.info("this rank's last calls were written to %s", path, extra={"group": self.name})
         error.add_note(
-            f"this rank's last calls: {path} (python -m objcomm inspect lays all ranks' side by "
-            "side)"
+            f"this rank's last calls: {path} (python -m objcomm inspect compares those of all "
+            "ranks)"
         )
 
 
@@ -258,7 +258,7 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: GroupLike = None)
         ('all_gather', 'returned')
     """
     if not isinstance(path, str | os.PathLike | None):
-        raise UsageError(f"dump: path={path!r} must be a path of a file")
+        raise UsageError(f"dump: path={path!r} must be the path of a file")
     recorders = known_recorders() if group is None else [recorder_of(group_for_call(group, "dump"))]
     told = _told(recorders, is_whole=group is None)
     if path is not None:

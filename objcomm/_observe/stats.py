@@ -74,7 +74,8 @@ def stats_to_prometheus(labels: Mapping[str, str] | None = None) -> str:
     for name in added:
         if not _LABEL.fullmatch(name) or name in _OWN_LABELS:
             raise UsageError(
-                f"stats_to_prometheus: {name!r} is no valid label name, or in use; give it another"
+                f"stats_to_prometheus: {name!r} is not a valid label name, or is in use; "
+                "choose another"
             )
     counted = {}
     for (group, operation), of in _by_group().items():

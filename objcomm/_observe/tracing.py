@@ -39,7 +39,7 @@ def begun(name: str) -> Span | None:
 
 
 _FOLDER = str(Path(__file__).parents[1])
-_REASON = "objcomm moves objects between processes, which no graph can hold"
+_REASON = "objcomm moves objects between processes, which a graph cannot capture"
 
 
 def keep_eager(members: Iterable[object]) -> None:

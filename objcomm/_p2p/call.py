@@ -400,8 +400,8 @@ class Send(P2PCall):
         rank, tag = self.group.rank, self.entry.header.tag
         if self._pair() is None and not self._peers.mailbox.is_wanted(rank, tag):
             raise UsageError(
-                f"{self._name}: rank {rank} would wait until it receives a message of its own; "
-                "begin the receive first, or use issend"
+                f"{self._name}: rank {rank} would wait for itself to receive the message; "
+                "start the receive first, or use issend"
             )
         self._wait_for(self.launch(obj))
 
@@ -564,9 +564,11 @@ class Send(P2PCall):
             UsageError: there is no receiver or no tag, which a receive may do without.
         """
         if self.peer is None:
-            raise UsageError(f"{self._said_by}: give dst= or group_dst=")
+            raise UsageError(f"{self._said_by}: pass dst= or group_dst=")
         if self.tag is None:
-            raise UsageError(f"{self._said_by}: a message has a tag; only a receiver takes any")
+            raise UsageError(
+                f"{self._said_by}: tag=None is for receives; a message must have a tag"
+            )
         return None if self.peer == self.group.rank else self._peers.pair(self.group, self.peer)
 
     def _keep(self, obj: object, on_taken: Callable[[], object] | None = None) -> None:
@@ -674,7 +676,7 @@ class Receive(P2PCall):
         if not self._peers.mailbox.take_back(request) or not self.claim():
             return False
         place = f"{self._name} at {self.entry.header.call_site}"
-        self._finish(CancelledError(f"{place} was cancelled before a message came"))
+        self._finish(CancelledError(f"{place} was cancelled before a message arrived"))
         return True
 
     def _hand_over(self, request: RecvRequest) -> bool:
@@ -729,7 +731,7 @@ class Receive(P2PCall):
         is_alone = self.peer == group.rank or group.size == 1
         if is_alone and self._peers.mailbox.look(self.peer, self.tag) is None:
             raise UsageError(
-                f"{self._name}: rank {group.rank} waits for a message of its own, but has sent "
+                f"{self._name}: rank {group.rank} waits for a message from itself, but has sent "
                 "none; send it first"
             )
         self.entry.waiter = threading.get_ident()

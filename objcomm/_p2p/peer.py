@@ -139,7 +139,7 @@ class Offers:
         said, proof = raw[: _ANSWER.size], raw[_ANSWER.size : _ANSWER.size + PROOF_NBYTES]
         is_known = len(raw) >= _ANSWER.size and said[0] in _ANSWERS
         if not is_known or not compare_digest(proof, self.mesh.proof(self.peer, said)):
-            raise WireError(f"rank {self.peer} has sent an answer that no rank of objcomm sends")
+            raise WireError(f"rank {self.peer} has sent an invalid answer")
         with self._lock:
             on_end = self._offered.pop(_ANSWER.unpack(said), None)
         if on_end is not None:  # else it was withdrawn

@@ -178,11 +178,11 @@ def _kinds(bundle: Bundle) -> list[TensorGroup]:
             continue
         if torch._debug_has_internal_overlap(each) == 1:  # noqa: SLF001  # no public way
             raise UsageError(
-                f"{what}{_label(names[at], at)} is expanded: several of its elements are one. "
-                "Give its clone()"
+                f"{what}{_label(names[at], at)} is expanded: several of its elements share "
+                "memory; pass its clone()"
             )
         if each.numel() and not each.data_ptr():
-            raise UsageError(f"{what}{_label(names[at], at)} has no memory: somebody has freed it")
+            raise UsageError(f"{what}{_label(names[at], at)} has no memory: its storage was freed")
     return [found[key] for key in keys]
 
 
@@ -208,7 +208,7 @@ def _check_gradients(
     dtypes = [likes[at].dtype for at in places]
     if [each.dtype for each in owned] != dtypes:  # torch sees to shapes and devices
         at = next(at for at, own in zip(places, owned, strict=True) if own.dtype != likes[at].dtype)
-        raise UsageError(f"the gradient of {_label(names[at], at)} has another dtype than it")
+        raise UsageError(f"{_label(names[at], at)} and its gradient have different dtypes")
 
 
 def _kind(rule: Rule, name: str, at: int, like: torch.Tensor) -> TensorGroup:
@@ -311,7 +311,9 @@ def _agreed(
     message = answered(call, exchange, call.message(tuple(own)), merge)
     if call.failures([message]) is not None:
         return [message], None
-    return (), Manifest(own.lines, *call.decode_as(message, is_merged, "such answer"))
+    return (), Manifest(
+        own.lines, *call.decode_as(message, is_merged, "a merged description of tensors")
+    )
 
 
 def _is_manifest(plain: Any) -> bool:

@@ -43,7 +43,7 @@ class Shard(Sampler[int]):
     ) -> None:
         found = whole_number(numel)
         if found is None or found < 0:
-            raise UsageError(f"Shard: numel={numel!r} must be a whole number, 0 or more")
+            raise UsageError(f"Shard: numel={numel!r} must be an integer, 0 or greater")
         here = resolve(group, "loader")
         self._rank, self._size = here.rank, here.size
         self._numel = found
@@ -145,12 +145,12 @@ def loader(
     """
     if not hasattr(dataset, "__len__"):
         raise UsageError(
-            f"loader: a {type(dataset).__name__} has no length, so its members can't be dealt to "
-            "ranks; let it iterate over this rank's part"
+            f"loader: a {type(dataset).__name__} has no length, so its samples can't be divided "
+            "among ranks; make it iterate over this rank's share"
         )
     for taken in ("sampler", "batch_sampler"):
         if kwargs.get(taken) is not None:
-            raise UsageError(f"loader: {taken}= is what this makes; call {klass!r} instead")
+            raise UsageError(f"loader sets {taken}= itself; call {klass!r} directly to choose it")
     if not callable(klass):
         raise UsageError(f"loader: klass={klass!r} must be a class that makes a loader")
     if whole_number(seed) is None:

@@ -335,7 +335,7 @@ def _check_scalar(value: T) -> T:
     bases = [(base.__module__, base.__name__) for base in type(value).__mro__]
     if ("numpy", "generic") in bases:
         return value
-    raise TypeError(f"a {type(value).__name__} is no scalar; objcomm.gather takes any object")
+    raise TypeError(f"a {type(value).__name__} is not a scalar; objcomm.gather takes any object")
 
 
 def _raise(error: BaseException) -> NoReturn:
@@ -539,9 +539,9 @@ def _counted(metrics: Mapping[str, Any], count: float | Mapping[str, float]) -> 
     counted = {}
     for name, value in metrics.items():
         if not isinstance(name, str):
-            raise TypeError(f"a metric's name is text, not {name!r}")
+            raise TypeError(f"a metric's name must be a string, not {name!r}")
         if isinstance(count, Mapping) and name not in count:
-            raise ValueError(f"count= has nothing for {name!r}; give every name a count")
+            raise ValueError(f"count= has no entry for {name!r}; give every name a count")
         weight = count[name] if isinstance(count, Mapping) else count
         counted[name] = _number(value, name), _weight(weight, name)
     return counted
@@ -580,7 +580,7 @@ def _number(value: object, name: str) -> _Number:
         try:
             value = value.item()
         except (RuntimeError, ValueError) as error:
-            raise TypeError(f"{name!r} is no single number: {error}") from error
+            raise TypeError(f"{name!r} is not a single number: {error}") from error
     if isinstance(value, int) and abs(value) <= sys.float_info.max:
         return int(value)
     if isinstance(value, float):
@@ -619,7 +619,9 @@ def _check_names(found: Sequence[frozenset[str]]) -> None:
         parts = (("lacks", usual - names), ("has also", names - usual))
         words = [f"{verb} {', '.join(map(repr, sorted(few)))}" for verb, few in parts if few]
         if words:
-            reason = f"unlike {most} it {' and '.join(words)}; missing='skip' takes what there is"
+            reason = (
+                f"unlike {most} it {' and '.join(words)}; missing='skip' averages what there is"
+            )
             reasons.update(dict.fromkeys(ranks, reason))
     if reasons:
         raise DisagreementError(dict(sorted(reasons.items())))

@@ -366,7 +366,7 @@ def wrap(
     """
     taken = sorted(options.keys() & {"module", "device_ids", "process_group"})
     if taken:
-        raise UsageError(f"wrap: {taken[0]}= is what this finds out; call torch's own instead")
+        raise UsageError(f"wrap sets {taken[0]}= itself; call torch's class directly to choose it")
     trained: list[tuple[str, torch.Tensor]] = []
 
     def bundles() -> Sequence[Bundle]:
@@ -424,9 +424,7 @@ def _bundles(rule: Rule, *parts: Tensors) -> list[Bundle]:
         names, found = [""] * len(given), given
         if any(isinstance(each, tuple) for each in given):
             if {isinstance(each, tuple) and len(each) for each in given} != {2}:
-                raise UsageError(
-                    "give tensors, or pairs of a name and a tensor, and not some of both"
-                )
+                raise UsageError("pass tensors, or pairs of a name and a tensor, but not both")
             # A NUL ends the name in a manifest's line.
             names = [str(name).replace("\0", "\\0") for name, _ in given]
             found = [tensor for _, tensor in given]
@@ -441,5 +439,5 @@ def _gradients(params: Tensors) -> list[Bundle]:
 
 def _listed(params: Tensors) -> list[Any]:
     if isinstance(params, torch.Tensor):  # its rows are tensors, too, but have no gradients
-        raise UsageError("give a list of parameters, not a single one")
+        raise UsageError("pass a list of parameters, not a single one")
     return list(params)

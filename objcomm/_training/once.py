@@ -342,7 +342,7 @@ def _bound(
     """
     name = operation.name.lower()
     if not callable(func):
-        raise UsageError(f"{name}: {func!r} is not callable; give a function")
+        raise UsageError(f"{name}: {func!r} is not callable; pass a function")
     try:
         return functools.partial(func, *(() if args is None else args), **(kwargs or {}))
     except TypeError as error:
@@ -374,11 +374,12 @@ def _decorator(
         _bound(operation, function)
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise UsageError(
-                f"{name}: {function!r} is async; decorate a function that awaits nothing"
+                f"{name}: {function!r} is async; decorate a function that does not await"
             )
         if inspect.isgeneratorfunction(function):
             raise UsageError(
-                f"{name}: {function!r} is a generator, of which no other rank can get one"
+                f"{name}: {function!r} is a generator function, and a generator can't be "
+                "sent to other ranks"
             )
 
         def run(*args: P.args, **kwargs: P.kwargs) -> R:

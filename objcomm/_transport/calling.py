@@ -224,7 +224,7 @@ class Calling:
                     self.listen_to(end)
             except OSError as error:  # no descriptors left: a rank that calls must not wait
                 rank = self._doors.rank
-                self._doors.on_refused(f"rank {rank} can't let anybody in ({error})")
+                self._doors.on_refused(f"rank {rank} can't accept connections ({error})")
                 self.shut()
                 return
 

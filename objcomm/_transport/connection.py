@@ -333,7 +333,7 @@ class Connection:
                 self._hear_end()
                 return False
             if not self.word.startswith(said):
-                self.refuse("another word than its own")
+                self.refuse("the wrong handshake")
                 return False
             self.word = self.word[len(said) :]
             if not self.word and not self.is_open:
@@ -355,7 +355,7 @@ class Connection:
         except OSError as error:
             said, closed = b"", why(error)
         if said:
-            self.refuse("something over the wrong connection")
+            self.refuse("data over the wrong connection")
             return
         inlet = self.inlet
         while not self.peer.ended and inlet is not None and has_bytes(inlet):

@@ -175,7 +175,7 @@ def _listener(addresses: Sequence[str], ports: Sequence[int]) -> socket.socket:
         OSError: there is no such address, or no such port is free.
     """
     if not addresses:
-        raise OSError(0, "GLOO_SOCKET_IFNAME names no card that leads to other hosts")
+        raise OSError(0, "GLOO_SOCKET_IFNAME names no network interface that reaches other hosts")
     families = {socket.AF_INET6 if ":" in each else socket.AF_INET for each in addresses}
     family = socket.AF_INET6 if socket.AF_INET6 in families else socket.AF_INET
     anywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"  # noqa: S104  # see ``Doors.accept``
@@ -448,7 +448,7 @@ class Doors:
         is_there = peer in self.others and is_far != self.is_near(peer)
         if is_there and self._words.check(said, peer, self.rank, called_at(end)):
             return int(peer)
-        self.on_refused("a process that did not take part when the ranks met")
+        self.on_refused("a process that was not there when the ranks met")
         return None
 
     def has_answered(self, peer: int, said: bytes, where: str) -> bool:

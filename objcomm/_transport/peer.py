@@ -356,7 +356,7 @@ class Peer:
             raw[: end - at] = raw[at:end]
         self._used = end - at
         if len(self.descriptors) > (self._used > 0):
-            self.refuse("a descriptor that belongs to nothing")
+            self.refuse("a descriptor without a frame")
 
     def _arrive(self, tag: int, content: memoryview | bytes) -> None:  # noqa: C901  # likewise
         """A message is here whole."""
@@ -392,11 +392,11 @@ class Peer:
         descriptors = self.descriptors
         is_bare = is_shared and not descriptors
         if number in self._offers or tag >> LANE_BITS == 0 or is_bare:
-            self.refuse("an offer that may not be made")
+            self.refuse("an offer that is not allowed")
             return
         share = descriptors.popleft() if is_shared else None
         if share is not None and not share.is_fixed():
-            self.refuse("memory that it could shorten")
+            self.refuse("memory that it could truncate")
             return
         self._offers[number] = nbytes
         if share is not None:
@@ -419,7 +419,7 @@ class Peer:
         transfer, tag = self._offered.get(number, (None, 0))
         is_shared = isinstance(transfer, Lent) and transfer.share is not None
         if transfer is None or (is_held and not is_shared):
-            self.refuse("an answer to what was not offered")
+            self.refuse("an answer to an offer that was not made")
             return
         del self._offered[number]  # not before: a thread that waits for it hears of a refusal
         if isinstance(transfer, Lent):
@@ -437,7 +437,7 @@ class Peer:
         """Fill a transfer with what has been read of its content; returns where that ends."""
         transfer = self._taken.pop(number, None)
         if transfer is None:
-            self.refuse("what nobody has asked for")
+            self.refuse("content that was not requested")
             return at
         nbytes = self._offers.pop(number)
         rooms = deque([transfer.view[:nbytes]])
@@ -510,7 +510,7 @@ class Peer:
 
     def refuse(self, what: str) -> None:
         """End because the peer has sent what no link sends."""
-        self.end(f"rank {self.rank} has sent {what}, which no link of objcomm does")
+        self.end(f"rank {self.rank} has sent {what}, which objcomm never does")
 
     def end(self, reason: str) -> None:
         """End all that is under way; what has come whole can still be taken.

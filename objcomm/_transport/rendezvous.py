@@ -418,7 +418,7 @@ def call_the_roll(
             come = [each for each in range(size) if each not in absent]
             if rank == come[0] and absent:  # one of them is enough
                 both = ranks_text(absent), ranks_text(come)
-                log.warning("init: still waits for %s; so far here: %s", *both)
+                log.warning("init: still waiting for %s; here so far: %s", *both)
         if rank == 0 or has_expired:
             absent = missing()
             if rank == 0 and (has_expired or not absent):
@@ -463,7 +463,7 @@ def await_all(store: dist.Store, size: int) -> None:
         while not store.check([key]):
             if time.monotonic() > expires:
                 raise TimeoutError(
-                    f"{size - came % size} of {size} ranks have not come within {seconds:g} s"
+                    f"{size - came % size} of {size} ranks have not arrived within {seconds:g} s"
                 )
             pause = _sleep(pause, size)
     except dist.DistNetworkError:
@@ -511,7 +511,7 @@ def _read_text(store: dist.Store, key: str) -> str | None:
 def damaged(found: object) -> WireError:
     """The error of a rank that read what no rank writes, such as another program's word."""
     return WireError(
-        f"the store where ranks meet holds what no rank of objcomm wrote: {found!r:.80}"
+        f"the store where ranks meet holds data that objcomm did not write: {found!r:.80}"
     )
 
 

@@ -201,9 +201,7 @@ def unpack_record(raw: bytes, kind: type[R], what: str) -> R:
         WireError: another program wrote it, a field is not what ``kind`` says, or it is too long.
     """
     if len(raw) > _RECORD_MAX_NBYTES:
-        raise WireError(
-            f"the store holds {what} of {len(raw)} bytes, which no rank of objcomm wrote"
-        )
+        raise WireError(f"the store holds {what} of {len(raw)} bytes, which objcomm did not write")
     try:
         make: Callable[[Any], R] = _maker(typing.cast("Any", kind))
         return make(msgpack.unpackb(raw, unicode_errors=_TEXT_ERRORS))

@@ -26,7 +26,7 @@ from objcomm.errors import UsageError
 
 T = TypeVar("T")
 
-_ABANDONED = "the connections were closed, and the wait for what was sent over them given up"
+_ABANDONED = "the connections were closed, before everything sent over them was taken"
 
 
 class AbandonedError(RuntimeError):

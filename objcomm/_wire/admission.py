@@ -119,7 +119,7 @@ class Gate:
         except WireError as error:
             if sender is None:
                 raise
-            told = f"rank {sender} sent rank {self._rank} what it cannot read: {error}"
+            told = f"rank {sender} sent rank {self._rank} data that it cannot read: {error}"
             raise WireError(told) from error
         if self.signer is None:
             if header.signature != BLANK:
@@ -133,7 +133,7 @@ class Gate:
             )
         elif not self.signer.is_signed(signed_part(raw), header.signature):
             raise AuthenticationError(
-                f"what claims to be of {header.position} is not signed with this rank's key"
+                f"a message claiming to come from {header.position} has a bad signature"
             )
         return header
 
@@ -168,7 +168,7 @@ class Gate:
             check_same_call(mine, theirs, sender)
         message = (theirs.sender, theirs.number)
         if is_old or message in self._seen or (mine.flags ^ theirs.flags) & Flag.ACKNOWLEDGEMENT:
-            raise AuthenticationError(f"an old message came again: {theirs.position}")
+            raise AuthenticationError(f"an old message was replayed: {theirs.position}")
         if theirs.destination not in (EVERYONE, self._rank):
             raise AuthenticationError(f"{theirs.position} sent this to rank {theirs.destination}")
         self._seen.add(message)
@@ -180,7 +180,7 @@ class Gate:
             AuthenticationError: it was signed for another use in the same call.
         """
         if self.signer is not None and header.destination != self._rank:
-            raise AuthenticationError(f"{header.position} did not send this to one rank")
+            raise AuthenticationError(f"{header.position} did not address this to a single rank")
 
     def take_in(self, raw: bytes | memoryview, header: Header, heads_max: int = 1) -> Message:
         """Take a message in, or begin to, if this rank's options let it pass.

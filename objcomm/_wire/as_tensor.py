@@ -111,7 +111,7 @@ def from_tensor(
         raise refusal
     nbytes, body_until = HEADER_NBYTES + header.nbytes, HEADER_NBYTES + header.body_nbytes
     if header.status != Status.VALUE or nbytes != flat.numel():
-        raise WireError(f"a message of {nbytes} bytes was announced, here are {flat.numel()}")
+        raise WireError(f"a message of {nbytes} bytes was announced, but {flat.numel()} arrived")
     payload = raw[body_until:]
     if zlib.crc32(payload) != header.tag:
         raise WireError("the payload's checksum is wrong: the message was damaged")

@@ -327,7 +327,7 @@ def check_same_call(mine: Header, theirs: Header, sender: int) -> None:
         WireError: the message is of another group, lane or sender.
     """
     if (theirs.group, theirs.epoch, theirs.lane) != (mine.group, mine.epoch, mine.lane):
-        raise WireError(f"a message of another group or lane arrived: {theirs.position}")
+        raise WireError(f"a message from another group or lane arrived: {theirs.position}")
     for reason, ours, other in (
         ("other operations", mine.operation, theirs.operation),
         ("other calls", mine.sequence, theirs.sequence),
@@ -340,4 +340,4 @@ def check_same_call(mine: Header, theirs: Header, sender: int) -> None:
         if ours != other:
             raise DesyncError(reason, (mine.position, theirs.position))
     if theirs.sender != sender:
-        raise WireError(f"a message of rank {sender} was expected, but {theirs.position}")
+        raise WireError(f"expected a message from rank {sender}, got one from {theirs.position}")

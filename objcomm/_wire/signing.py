@@ -102,7 +102,7 @@ def read_key_file(path: str) -> bytes:
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise UsageError(f"the key file {path!r} is no regular file")
+            raise UsageError(f"the key file {path!r} is not a regular file")
         if found.st_uid not in (0, os.geteuid()):
             raise UsageError(f"the key file {path!r} belongs to another user ({found.st_uid})")
         if found.st_mode & _OTHERS:

@@ -130,7 +130,7 @@ def init_distributed_state() -> None:
     try:
         limit = float(text)
     except ValueError:
-        raise UsageError(f"init: {_TIMEOUT_VARIABLE}={text!r} is no number of seconds") from None
+        raise UsageError(f"init: {_TIMEOUT_VARIABLE}={text!r} is not a number of seconds") from None
     objcomm.init(timeout=limit)
 
 

@@ -90,10 +90,10 @@ def all_reduce(tensor: torch.Tensor, op: Any = "SUM") -> torch.Tensor:
     """
     name = REDUCE_OPS.get(str(op).rpartition(".")[2])
     if name is None:
-        error = UsageError(f"all_reduce: op={op!r} is none of {', '.join(REDUCE_OPS)}")
+        error = UsageError(f"all_reduce: op={op!r} is not one of {', '.join(REDUCE_OPS)}")
         raise caught_as(error, TypeError)
     if name == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise UsageError(f"all_reduce: the mean of {tensor.dtype} is none; call objcomm.all_reduce")
+        raise UsageError(f"all_reduce: {tensor.dtype} has no mean; call objcomm.all_reduce")
     result: torch.Tensor = objcomm.all_reduce(tensor, name)
     with torch.no_grad():
         return tensor.copy_(result)

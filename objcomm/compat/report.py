@@ -146,7 +146,7 @@ class Report:
                         self._others[each] = unpack_record(process.figures, Figures, "figures")
                     del self._missing[each]
                 elif each in ended:
-                    self._missing[each] = "ended before it could tell"
+                    self._missing[each] = "ended before it could report"
             if is_last:
                 return
             time.sleep(_LOOK_SECONDS)

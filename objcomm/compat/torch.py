@@ -576,7 +576,7 @@ def _check_room(call: Call, given: Any) -> None:
     if len(given) < call.size:
         error = UsageError(
             f"{call.operation}: the list to fill has {len(given)} entries, but the group "
-            f"{call.size} ranks; give [None] * world_size"
+            f"has {call.size} ranks; give [None] * world_size"
         )
         raise caught_as(error, IndexError)
 

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     if arguments.nproc < 1:
-        parser.error(f"--nproc must be at least 1, it is {arguments.nproc}")
+        parser.error(f"--nproc must be at least 1, not {arguments.nproc}")
     if arguments.out.exists() and not arguments.out.is_dir():
         parser.error(f"--out must be a folder, {str(arguments.out)!r} is none")
     program = [f"--config={arguments.config}", f"--out={arguments.out}"]

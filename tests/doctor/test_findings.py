@@ -63,7 +63,7 @@ def test_the_worst_comes_first_and_notes_do_not_count() -> None:
 def test_missing_ranks_are_named() -> None:
     found = only(evidence(report(0), report(2)))
     assert (found.name, found.ranks, found.severity) == ("missing-ranks", (1, 3), Severity.ERROR)
-    assert found.what == "did not come within 30 s; ranks 0, 2 did"
+    assert found.what == "did not arrive within 30 s; ranks 0, 2 did"
 
 
 def test_who_is_there_twice_is_named_before_who_is_missing() -> None:
@@ -86,7 +86,7 @@ def test_a_rank_that_fell_silent_is_told() -> None:
 
 
 def test_variables_that_are_wrong_are_told_with_what_to_do() -> None:
-    problem = "RANK=4 does not lie between 0 and WORLD_SIZE=4 - 1; count from 0"
+    problem = "RANK=4 is not between 0 and WORLD_SIZE=4 - 1; count from 0"
     odd = report(UNKNOWN, place_problem=problem)
     found = only(Evidence(1, {UNKNOWN: odd}))
     assert found.what.startswith("RANK=4 does not lie between")
@@ -104,7 +104,7 @@ def test_a_rendezvous_that_was_not_reached_is_told_alone() -> None:
 def test_without_rank_0_the_others_are_told_as_they_were_seen() -> None:
     found = only(Evidence(4, {2: report(2)}, (0, 3), waited_seconds=5.0))
     assert (found.name, found.ranks) == ("missing-ranks", (0, 3))
-    assert found.what == "did not come within 5 s; ranks 1-2 did"
+    assert found.what == "did not arrive within 5 s; ranks 1-2 did"
 
 
 @pytest.mark.parametrize(("devices", "severity"), [((), "WARNING"), (("H200",), "ERROR")])

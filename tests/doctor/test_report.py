@@ -51,7 +51,7 @@ def test_the_findings_come_last_and_the_worst_of_them_in_the_last_line() -> None
         "meeting at node0:29500"
     )
     assert lines[-1] == "1 error, 1 warning; first: missing-ranks, rank 3"
-    at = lines.index("ERROR missing-ranks: rank 3: did not come within 30 s; ranks 0-2 did")
+    at = lines.index("ERROR missing-ranks: rank 3: did not arrive within 30 s; ranks 0-2 did")
     assert lines[at + 1].startswith("  -> see that they were started")
     assert max(map(len, lines[at:])) <= 100
 
@@ -73,7 +73,7 @@ def test_a_healthy_job_says_so() -> None:
 def test_what_was_not_measured_is_said() -> None:
     whole = evidence()
     text = text_of(replace(whole, links=links(whole)[:4]), [])
-    assert text.count("4 pairs of ranks were left out for want of time") == 2
+    assert text.count("4 pairs of ranks were skipped for lack of time") == 2
 
 
 def test_a_large_world_is_summed_up() -> None:

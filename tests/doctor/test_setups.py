@@ -147,7 +147,7 @@ def test_one_rank_fewer_is_named(agent: Agent, told: Path) -> None:
     arrived(agent.store, 1)
     zero, one = said([start(agent.place(0, 3), SHORT, f"--json={told}"), other])
     assert findings(told)["missing-ranks"]["ranks"] == [2]
-    assert "rank 2: did not come within 2 s; ranks 0-1 did" in zero.out
+    assert "rank 2: did not arrive within 2 s; ranks 0-1 did" in zero.out
     assert [zero.status, one.status] == [1, 1]
     assert not without_look_ups(one.err)  # rank 0 has said it
 
@@ -156,7 +156,7 @@ def test_without_rank_0_each_rank_speaks_for_itself(agent: Agent) -> None:
     (one,) = said([start(agent.place(1, 3), SHORT)])
     assert one.status == 1
     assert "rank 1 (pid" in one.err
-    assert "ranks 0, 2: did not come within 2 s; rank 1 did" in one.err
+    assert "ranks 0, 2: did not arrive within 2 s; rank 1 did" in one.err
 
 
 def test_a_rank_that_exists_twice_is_found(agent: Agent, told: Path) -> None:
@@ -203,7 +203,7 @@ def test_another_jobs_store_is_not_taken_for_ones_own(agent: Agent) -> None:
 def test_a_rank_that_cannot_be_is_told_so() -> None:
     (odd,) = said([start(place(2, 2, 29500), SHORT)])
     assert odd.status == 1
-    assert "RANK=2 does not lie between 0 and WORLD_SIZE=2 - 1" in " ".join(odd.err.split())
+    assert "RANK=2 is not between 0 and WORLD_SIZE=2 - 1" in " ".join(odd.err.split())
 
 
 def test_two_hosts_that_reach_the_first_but_not_each_other(told: Path) -> None:

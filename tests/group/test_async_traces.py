@@ -54,7 +54,7 @@ def test_what_is_never_waited_for_is_reported_at_its_line() -> None:
     told = [each for each in caught if each.filename == __file__]
     assert [each.category for each in told] == [RuntimeWarning] * 2
     assert all("async_op=True" in linecache.getline(__file__, each.lineno) for each in told)
-    assert str(told[0].message) == "all_gather was begun here but never waited for"
+    assert str(told[0].message) == "all_gather was started here but never waited for"
     assert "lost" in str(told[1].message) or here().world_size == 1
 
 

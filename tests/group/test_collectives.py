@@ -262,7 +262,7 @@ def test_without_torch_distributed_every_operation_is_that_of_one_rank() -> None
 
 
 @solo(environment={"WORLD_SIZE": "2", "RANK": "1"})
-def test_a_launched_but_uninitialised_rank_is_not_quietly_alone() -> None:
+def test_a_launched_but_uninitialized_rank_is_not_quietly_alone() -> None:
     for name, operation in OPERATIONS.items():
         assert (objcomm.rank(), objcomm.world_size(), objcomm.is_main()) == (1, 2, False)
         with case(name), pytest.raises(UsageError, match="init_process_group"):

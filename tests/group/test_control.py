@@ -253,7 +253,7 @@ def test_what_comes_after(name: str) -> None:
 
 @ranks(2)
 def test_a_post_function_may_not_need_a_rank_that_waits() -> None:
-    with pytest.raises(CollectiveError, match=r"global rank 1 is inside of run_on_main"):
+    with pytest.raises(CollectiveError, match=r"global rank 1 is inside run_on_main"):
         objcomm.run_on_main(int, post_func=objcomm.barrier)
     assert_group_works()
 

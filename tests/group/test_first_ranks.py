@@ -98,7 +98,7 @@ def test_a_block_in_another_order_inside_of_a_block_is_refused_on_all() -> None:
     for outer, inner in ((0, 2), (2, 0)):
         with (
             objcomm.main_first(rank=outer),
-            pytest.raises(UsageError, match=f"global rank {rank} is inside of main_first"),
+            pytest.raises(UsageError, match=f"global rank {rank} is inside main_first"),
             objcomm.main_first(rank=inner),
         ):
             pytest.fail("it was entered")
@@ -154,7 +154,7 @@ def test_a_call_inside_of_a_block_is_refused(name: str) -> None:
             lambda: objcomm.run_on_main(int),
             lambda: main_process.zero_only().__enter__(),
         ):
-            with pytest.raises(UsageError, match=f"global rank {rank} is inside of {name}"):
+            with pytest.raises(UsageError, match=f"global rank {rank} is inside {name}"):
                 call()
     assert_group_works()
     with pytest.raises(CollectiveError) as caught, block():

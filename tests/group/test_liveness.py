@@ -350,7 +350,7 @@ def test_a_main_thread_that_has_failed_is_told_though_another_thread_goes_on() -
         objcomm.barrier()
         error = error_in(TransportError, lambda: objcomm.all_gather("a"))
         assert error.peers == (1,)
-        assert "its main thread ended by ValueError: no such file" in error.reason
+        assert "its main thread ended with ValueError: no such file" in error.reason
         say("rank 0 has raised")
         return
     main = threading.Thread(target=objcomm.barrier)

@@ -91,7 +91,7 @@ def test_the_end_of_connections_is_logged_and_what_follows_from_it() -> None:
             objcomm.barrier("a" if here().rank else "b")
         assert_group_works()
     (text,) = handler.texts(logging.INFO)
-    assert "its connections were closed, and its next call makes new ones: DesyncError" in text
+    assert "its connections were closed, and its next call opens new ones: DesyncError" in text
 
 
 @ranks(2, expect_dead=(1,))

@@ -102,14 +102,14 @@ BROKEN: list[tuple[Any, Any, str]] = [
     ({"x": 1j}, 1, "'x' is a complex"),
     ({"x": torch.ones(2)}, 1, ""),
     ({"x": 10**400}, 1, "'x' is too large for a float"),
-    ({3: 1.0}, 1, "a metric's name is text, not 3"),
+    ({3: 1.0}, 1, "a metric's name must be a string, not 3"),
     ({"x": 1.0}, -1, "count"),
     ({"x": 1.0}, math.nan, "count"),
     ({}, math.inf, "count"),
-    ({"x": 1.0}, {"y": 1}, "count= has nothing for 'x'"),
+    ({"x": 1.0}, {"y": 1}, "count= has no entry for 'x'"),
     ({"x": 1.0}, {"x": -2}, "count of 'x'"),
-    ({"x": torch.ones(2)}, 1, "'x' is no single number"),
-    ({"x": np.ones(2)}, 1, "'x' is no single number"),
+    ({"x": torch.ones(2)}, 1, "'x' is not a single number"),
+    ({"x": np.ones(2)}, 1, "'x' is not a single number"),
 ]
 
 

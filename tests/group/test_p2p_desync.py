@@ -120,7 +120,7 @@ def test_a_receive_of_another_tag_names_what_has_come() -> None:
         error = out_of_step(group, sends_and_waits, recv(0))
         assert error is not None
         assert error.reason == "each waits for another to send or receive"
-        told = "it takes tag=0, and what has come is tag=5 from rank 0; tag=None takes any"
+        told = "it takes tag=0, but tag=5 from rank 0; tag=None takes any"
         assert error.positions[1].unmatched == told
         assert "rank 1 is in recv (call 0) from rank 0 at " in str(error)
         assert f"({told})" in str(error)
@@ -144,7 +144,7 @@ def test_a_limit_of_a_receive_names_the_tags_that_have_come() -> None:
                 TransportTimeout, lambda: objcomm.recv(0, timeout=1.0)
             )
         come = ", ".join(f"tag={tag} from rank 0" for tag in (1, 2, 3))
-        told = f"it takes tag=0, and what has come is {come}; tag=None takes any"
+        told = f"it takes tag=0, but {come}; tag=None takes any"
         assert error.positions[1].unmatched == told
         say("late")
         assert [objcomm.recv(0, tag=tag) for tag in range(1, 6)] == [1, 2, 3, 4, 5]

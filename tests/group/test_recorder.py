@@ -266,7 +266,7 @@ def test_a_desync_is_written_once_by_every_rank() -> None:
     dist.barrier()
     assert len(list(folder().iterdir())) == here().world_size
     told = report().splitlines()[-1]
-    assert "the ranks part in call 1: rank 0 made barrier" in told
+    assert "the ranks diverge in call 1: rank 0 made barrier" in told
     assert f"made all_gather at {HERE}" in told.replace(f"group/{HERE}", HERE)
 
 

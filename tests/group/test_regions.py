@@ -101,7 +101,7 @@ def test_in_a_main_only_region_calls_act_locally() -> None:
                 objcomm.fail_together().__enter__,
             ]  # fmt: skip
             for call in refused:
-                with pytest.raises(UsageError, match=f"global rank {here().rank} is inside of"):
+                with pytest.raises(UsageError, match=f"global rank {here().rank} is inside"):
                     call()
         with pytest.raises(UsageError):
             objcomm.broadcast(1, src=world)

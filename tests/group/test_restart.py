@@ -146,7 +146,7 @@ def test_a_child_that_is_forked_before_the_first_call_is_no_rank_either() -> Non
     if child == 0:
         for each in (None, group):
             error = error_in(objcomm.UsageError, lambda: objcomm.barrier(group=each, timeout=3))  # noqa: B023  # called here
-            if f"forked by rank {place.rank}, and is no rank itself" not in str(error):
+            if f"forked by rank {place.rank}, and is not a rank itself" not in str(error):
                 os._exit(1)
         os._exit(0)
     _, status = os.waitpid(child, 0)

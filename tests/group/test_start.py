@@ -216,7 +216,7 @@ def test_without_a_launcher_nothing_is_initialised() -> None:
         init.ddp_init_group({"distributed_backend": "nccl", "device": "cuda:0"}),
     ):
         assert (chosen.launcher, chosen.rank, chosen.world_size) == ("", 0, 1)
-        assert "uninitialised; to start several ranks: torchrun --nproc-per-node=4" in str(chosen)
+        assert "uninitialized; to start several ranks: torchrun --nproc-per-node=4" in str(chosen)
     assert not dist.is_initialized()
     assert objcomm.all_gather(3) == [3]
     objcomm.shutdown()
@@ -388,9 +388,13 @@ def test_the_ranks_that_have_come_are_told_who_has_not(missing: int, *, is_agent
         assert (error.rank, error.world_size, error.missing) == (rank, 3, (missing,))
         here_are = {0: "1-2", 1: "0, 2", 2: "0-1"}[missing]
         if missing or is_agents:
-            assert f"rank {missing} has not come within 2 s, ranks {here_are} have; " in str(error)
+            assert f"rank {missing} has not arrived within 2 s, ranks {here_are} have; " in str(
+                error
+            )
         else:
-            assert "rank 0, which they meet at, has not come or can't be reached (" in str(error)
+            assert "rank 0, where all ranks meet, has not started or can't be reached (" in str(
+                error
+            )
         assert not objcomm.is_initialized()
     tell_all("all know", "")
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)

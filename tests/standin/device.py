@@ -307,7 +307,7 @@ def _empty(
     index: int | None,
     stride: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """An uninitialised tensor, as far as anybody may know."""
+    """An uninitialized tensor, as far as anybody may know."""
     dtype = dtype or torch.get_default_dtype()
     like = torch.empty_strided(size, stride, dtype=dtype, device="meta") if stride else None
     like = torch.empty(size, dtype=dtype, device="meta") if like is None else like

@@ -67,7 +67,7 @@ def test_a_signed_message_arrives(*, is_large: bool) -> None:
 @pytest.mark.parametrize(
     ("sender", "receiver", "text"),
     [
-        (OTHER, KEYED, "is not signed with this rank's key"),
+        (OTHER, KEYED, "has a bad signature"),
         (Settings(), KEYED, "without a signature, but this rank has a key"),
         (KEYED, Settings(), "signs its messages, but this rank has no key"),
     ],
@@ -189,7 +189,7 @@ def test_a_rank_that_made_one_call_fewer_is_out_of_step_and_no_forger() -> None:
 
 def test_a_message_of_another_mesh_proves_nothing() -> None:
     head = Gate(KEYED, "yesterday's mesh", 1).head_of(compose(header_of(1), b""))
-    with pytest.raises(AuthenticationError, match="not signed with this rank's key"):
+    with pytest.raises(AuthenticationError, match="has a bad signature"):
         Gate(KEYED, "today's mesh", 0).header_in(head)
 
 
@@ -199,7 +199,7 @@ def test_a_message_for_one_rank_is_for_no_other() -> None:
     with pytest.raises(AuthenticationError, match="sent this to rank 2"):
         receiving.open(head, 1)
     public = receiving.open(sending.gate.head_of(message_of(sending)), 1)
-    with pytest.raises(AuthenticationError, match="did not send this to one rank"):
+    with pytest.raises(AuthenticationError, match="did not address this to a single rank"):
         receiving.gate.check_addressed(public.header)
 
 

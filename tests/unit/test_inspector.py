@@ -10,7 +10,7 @@ from tests.unit.dumps import T0, Raw, alike, dump, entry, group, said
 def test_ranks_that_made_the_same_calls_do_not_part() -> None:
     late = [entry(0), entry(1), entry(2, "barrier")]
     dumps = [*alike(*late)[:2], dump(2, group(*late[:2], entry(2, "barrier", began=T0 + 5.1)))]
-    assert said(dumps).startswith("The ranks do not part: 3 calls match.")
+    assert said(dumps).startswith("The ranks do not diverge: 3 calls match.")
     assert "call 2" in said(dumps)
     assert "rank 2 came last, 3.10 s after the first" in said(dumps)
     assert ">" not in inspect(dumps, 20)
@@ -29,7 +29,7 @@ def test_other_operations_are_told_with_their_ranks_and_places() -> None:
     dumps = alike(entry(0), entry(1, "barrier"))
     dumps[1] = dump(1, group(entry(0), entry(1, "broadcast", root=2, call_site="/job/lib/b.py:7")))
     told = said(dumps)
-    assert "the ranks part in call 1" in told
+    assert "the ranks diverge in call 1" in told
     assert "ranks 0, 2 made barrier at src/train.py:10" in told
     assert "rank 1 made broadcast with root 2 at lib/b.py:7" in told
     assert "The last that all made: all_gather at src/train.py:10 (call 0)" in told
@@ -39,7 +39,7 @@ def test_other_operations_are_told_with_their_ranks_and_places() -> None:
 def test_roots_and_names_part_ranks_too(field: str) -> None:
     dumps = alike(entry(0))
     dumps[2] = dump(2, group(entry(0) | {field: 1}))
-    assert "the ranks part in call 0" in said(dumps)
+    assert "the ranks diverge in call 0" in said(dumps)
     assert ("[00000001]" in said(dumps)) == (field == "fingerprint")
 
 
@@ -54,7 +54,7 @@ def test_the_first_parting_is_told_and_not_what_follows_from_it() -> None:
     ours = group(entry(0), entry(1, "barrier", **desync), entry(0, mesh=78, began=T0 + 9))
     theirs = group(entry(0), entry(1, **desync), entry(0, "scatter", mesh=78, began=T0 + 9))
     dumps = [dump(0, ours), dump(1, theirs), dump(2, theirs)]
-    assert "the ranks part in call 1" in said(dumps)
+    assert "the ranks diverge in call 1" in said(dumps)
     marked = [line for line in inspect(dumps, 20).splitlines() if line.startswith(">")]
     assert len(marked) == 4
 
@@ -75,7 +75,7 @@ def test_a_dump_that_was_taken_before_says_nothing_of_later_calls() -> None:
     dumps = alike(entry(0), entry(1))
     dumps[1] = dump(1, group(entry(0)), at=T0 + 0.5)
     assert "do not part" in said(dumps)
-    assert "had not come to it when its dump was taken" in inspect(dumps, 20)
+    assert "had not reached it when its dump was taken" in inspect(dumps, 20)
 
 
 def test_a_rank_without_a_dump_is_where_to_look() -> None:

@@ -326,7 +326,7 @@ def test_an_exception_that_is_not_registered_here_is_told_by_its_text() -> None:
 @pytest.mark.parametrize("limit", [True, 1.5, "5"], ids=str)
 def test_a_limit_that_is_no_whole_number_is_refused(name: str, limit: Any) -> None:
     given: dict[str, Any] = {name: limit}
-    with pytest.raises(UsageError, match="must be a whole number"):
+    with pytest.raises(UsageError, match="must be an integer"):
         objcomm.configure(**given)
 
 

@@ -80,7 +80,7 @@ def test_who_leaves_by_itself_is_told_in_its_own_words(cause: Cause) -> None:
     processes.note(0, processes.own)
     board_thread = SimpleNamespace(processes=processes)
     mesh: Any = SimpleNamespace(ranks=(0, 1), others=(0,), number=0, board_thread=board_thread)
-    reason = "its program ended by ValueError: boo"
+    reason = "its program ended with ValueError: boo"
     told = by_name_here(mesh, Verdict.of(cause, ranks=(0,), reason=reason)).reason
     assert (told == reason) == (cause is Cause.LEFT)
     assert told.startswith("it lives") == (cause is Cause.LOST)

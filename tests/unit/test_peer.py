@@ -35,7 +35,7 @@ from tests.unit.stream_links import HEAD, TAG, filled, frame, members, room
 if TYPE_CHECKING:
     from objcomm._transport.share import Share
 
-_NO_LINK = "which no link of objcomm does"
+_NO_LINK = "which objcomm never does"
 
 
 class _Memory:
@@ -227,7 +227,7 @@ def test_what_the_peer_has_makes_room_for_more_files_and_is_answered_once() -> N
         other.post(Loan(9, 0), TAG)
         carry_all(one, other)
     feed(one, frame(Kind.HELD, number=1))
-    assert "an answer to what was not offered" in one.ended
+    assert "an answer to an offer that was not made" in one.ended
 
 
 @pytest.mark.parametrize("split", [1, 30, 1 << 30])
@@ -248,7 +248,7 @@ def test_an_offer_is_taken_once() -> None:
     feed(one, frame(Kind.TAKE, number=1))
     assert not one.ended
     feed(one, frame(Kind.TAKE, number=1))
-    assert "an answer to what was not offered" in one.ended
+    assert "an answer to an offer that was not made" in one.ended
 
 
 @pytest.mark.parametrize("cut", range(1, HEADER.size + 9))
@@ -435,19 +435,22 @@ _LIES: dict[str, tuple[bytes, str]] = {
     ),
     "an endless offer": (frame(Kind.OFFER, TAG, 1 << 63, 1), f"{1 << 63} bytes for 8"),
     "an offer of more than there is room for": (frame(Kind.OFFER, TAG, 9, 1), "9 bytes for 8"),
-    "an offer of a first message": (frame(Kind.OFFER, HEAD, 9, 1), "an offer that may not be made"),
+    "an offer of a first message": (frame(Kind.OFFER, HEAD, 9, 1), "an offer that is not allowed"),
     "two offers of one number": (
         2 * frame(Kind.OFFER, payload_tag(0, 2), 9, 1),
-        "an offer that may not be made",
+        "an offer that is not allowed",
     ),
-    "an answer to what was not offered": (frame(Kind.TAKE, number=9), "what was not offered"),
+    "an answer to an offer that was not made": (frame(Kind.TAKE, number=9), "what was not offered"),
     "thanks for what was not lent": (frame(Kind.HELD, number=9), "what was not offered"),
-    "content that nobody asked for": (frame(Kind.CONTENT, number=1), "what nobody has asked for"),
+    "content that nobody asked for": (
+        frame(Kind.CONTENT, number=1),
+        "content that was not requested",
+    ),
     "content twice": (
         frame(Kind.OFFER, TAG, 8, 5) + 2 * (frame(Kind.CONTENT, number=5) + bytes(8)),
-        "what nobody has asked for",
+        "content that was not requested",
     ),
-    "memory without a descriptor": (frame(Kind.SHARE, TAG, 8, 1), "an offer that may not be made"),
+    "memory without a descriptor": (frame(Kind.SHARE, TAG, 8, 1), "an offer that is not allowed"),
     "credit for nothing": (
         frame(Kind.CREDIT, head_tag(5), number=1),
         "credit for what was not sent",
@@ -521,18 +524,18 @@ def test_what_no_link_sends_ends_all_and_says_so(lie: str, split: int) -> None:
 @pytest.mark.parametrize(
     ("said", "came", "reason"),
     [
-        (frame(Kind.SHARE, TAG, 8, 1), [_Memory(is_sealed=False)], "memory that it could shorten"),
+        (frame(Kind.SHARE, TAG, 8, 1), [_Memory(is_sealed=False)], "memory that it could truncate"),
         (frame(Kind.SHARE, TAG, 9, 1), [_Memory()], "9 bytes for 0"),
-        (frame(Kind.SHARE, HEAD, 8, 1), [_Memory()], "an offer that may not be made"),
-        (frame(Kind.OFFER, TAG, 8, 1), [_Memory()], "a descriptor that belongs to nothing"),
-        (frame(Kind.MESSAGE, HEAD), [_Memory()], "a descriptor that belongs to nothing"),
-        (frame(Kind.SHARE, TAG, 8, 1), 2 * [_Memory()], "a descriptor that belongs to nothing"),
+        (frame(Kind.SHARE, HEAD, 8, 1), [_Memory()], "an offer that is not allowed"),
+        (frame(Kind.OFFER, TAG, 8, 1), [_Memory()], "a descriptor without a frame"),
+        (frame(Kind.MESSAGE, HEAD), [_Memory()], "a descriptor without a frame"),
+        (frame(Kind.SHARE, TAG, 8, 1), 2 * [_Memory()], "a descriptor without a frame"),
         (frame(Kind.SHARE, payload_tag(0, 2), 9, 1), [_Memory()], "9 bytes for 99"),
         (frame(Kind.OFFER, TAG, 0, 1), [], "0 bytes for 0"),
         (frame(Kind.MESSAGE, TAG, 8) + bytes(8), [], "8 bytes for 0"),
         (frame(Kind.MESSAGE, TAG), [], "0 bytes for 0"),
         (frame(Kind.SHARE, TAG, 8, 1), [_Memory(LENT_FILES_MAX + 1)], "more files than may wait"),
-        (frame(Kind.HELD, number=1), [], "an answer to what was not offered"),
+        (frame(Kind.HELD, number=1), [], "an answer to an offer that was not made"),
     ],
 )
 def test_what_is_no_share_ends_all(said: bytes, came: list[Any], reason: str) -> None:

@@ -161,7 +161,7 @@ def test_who_answers_with_another_word_is_no_rank() -> None:
             links[0].move()
             assert not links[0].closed()
             impostor.sendall(bytes(doors.word_nbytes - 20))
-            with pytest.raises(LinkClosed, match="another word than its own"):
+            with pytest.raises(LinkClosed, match="the wrong handshake"):
                 links[0].wait(coming, LIMIT)
 
 

@@ -76,7 +76,7 @@ def test_what_no_link_sends_ends_the_connection_and_says_so(said: bytes) -> None
     with facing() as (link, other), ThreadPoolExecutor(1) as pool:
         pending = link.recv(room(8), 1, TAG)
         pool.submit(say, other)
-        with pytest.raises(LinkClosed, match="which no link of objcomm does"):
+        with pytest.raises(LinkClosed, match="which objcomm never does"):
             link.wait(pending, LIMIT)
         assert link.is_closed(1)
         with pytest.raises(LinkClosed):

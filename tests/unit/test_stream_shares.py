@@ -133,7 +133,7 @@ def test_what_is_no_share_ends_the_connection_and_leaves_no_file(
             os.close(each)
         with suppress(LinkClosed):
             link.wait(pending, LIMIT)
-        with pytest.raises(LinkClosed, match="which no link of objcomm does"):
+        with pytest.raises(LinkClosed, match="which objcomm never does"):
             link.send(filled(1), 1, TAG)
     del link, other, pending
     gc.collect()

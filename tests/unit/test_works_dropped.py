@@ -32,7 +32,7 @@ def test_what_is_never_waited_for_is_reported_at_the_users_line() -> None:
     (told,) = _dropped("unread")
     assert told.category is RuntimeWarning
     assert f"{told.filename}:{told.lineno}" == PLACE
-    assert str(told.message) == "gather was begun here but never waited for"
+    assert str(told.message) == "gather was started here but never waited for"
 
 
 def test_what_has_failed_and_is_never_waited_for_is_reported_with_its_error() -> None:
@@ -89,7 +89,9 @@ def test_a_work_in_flight_that_was_dropped_goes_on_and_is_reported_at_its_end() 
         flight.line.submit(lambda: None)
         flight.line.drain()
     assert kept() is None
-    assert [str(told.message) for told in caught] == ["gather was begun here but never waited for"]
+    assert [str(told.message) for told in caught] == [
+        "gather was started here but never waited for"
+    ]
 
 
 class Held:

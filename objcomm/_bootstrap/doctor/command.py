@@ -75,9 +75,9 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
         refuse: ends the program because of a wrong argument.
     """
     if not _LEAST_SECONDS <= arguments.timeout < threading.TIMEOUT_MAX:
-        refuse(f"--timeout must be at least {_LEAST_SECONDS:g}, it is {arguments.timeout:g}")
+        refuse(f"--timeout must be at least {_LEAST_SECONDS:g}, not {arguments.timeout:g}")
     if arguments.nproc is not None and arguments.nproc < 1:
-        refuse(f"--nproc must be at least 1, it is {arguments.nproc}")
+        refuse(f"--nproc must be at least 1, not {arguments.nproc}")
     options = Options(arguments.timeout, arguments.quick, arguments.png, arguments.json)
     if arguments.nproc is None:
         return check(options)
@@ -125,7 +125,7 @@ def _answering(own: Report, leaving: contextlib.ExitStack) -> Report:
         return replace(own, port=leaving.enter_context(answers))
     except (OSError, UsageError) as error:
         reason = getattr(error, "strerror", None) or error
-        return replace(own, gloo_problem=f"nobody can listen at {own.address}: {reason}")
+        return replace(own, gloo_problem=f"cannot listen at {own.address}: {reason}")
 
 
 def _conclude(evidence: Evidence, own: Report, options: Options) -> int:

@@ -125,10 +125,10 @@ def _missing_ranks(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.missing:
         return
     came = set(range(evidence.world_size)) - set(evidence.missing)
-    what = f"did not come within {evidence.waited_seconds:g} s; {ranks_text(came)} did"
+    what = f"did not arrive within {evidence.waited_seconds:g} s; {ranks_text(came)} did"
     remedy = (
-        "see that they were started, that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are those "
-        "of this job, and what they have printed themselves"
+        "check that they were started, that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are "
+        "those of this job, and what they have printed themselves"
     )
     if any(report.rank in evidence.reports for report in evidence.others):
         remedy = f"they may be among the processes that have another's rank: {_NAME_YOURSELF}"
@@ -136,8 +136,8 @@ def _missing_ranks(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _silent_ranks(evidence: Evidence, report: Report) -> Complaint:
-    what = "came, and then did not answer any more"
-    remedy = "see what they have printed, and whether the kernel killed them (dmesg)"
+    what = "joined, and then stopped answering"
+    remedy = "check what they printed, and whether the kernel killed them (dmesg)"
     return (ERROR, what, remedy) if report.rank in evidence.silent else None
 
 
@@ -168,7 +168,7 @@ def _gloo_interface(_: Evidence, report: Report) -> Complaint:
 def _gloo_loopback(evidence: Evidence, report: Report) -> Complaint:
     if not is_loopback(report.address) or len(evidence.machines) == 1:
         return None
-    what = f"Gloo listens at {report.address}, which no other host reaches"
+    what = f"Gloo listens at {report.address}, which other hosts cannot reach"
     hosts = "let the host's name resolve to its address in the network (/etc/hosts)"
     return ERROR, what, f"{_interface_to_set(report)}, or {hosts}"
 
@@ -304,14 +304,14 @@ def _shared_memory(_: Evidence, report: Report) -> Complaint:
 def _system(evidence: Evidence, report: Report) -> Complaint:
     if report.system == "linux":
         return None
-    what = f"the system is {report.system!r}, and several ranks have been run on Linux only"
+    what = f"the system is {report.system!r}, and several ranks have only been tested on Linux"
     remedy = "start several ranks on Linux; a program that runs alone does not need it"
     return NOTE if evidence.world_size == 1 else WARNING, what, remedy
 
 
 def _group(evidence: Evidence, report: Report) -> Complaint:
     problem = evidence.failures.get(report.rank)
-    what = f"a Gloo group of all ranks could not be made, or broke: {problem}"
+    what = f"could not create a Gloo group of all ranks, or it failed: {problem}"
     remedy = "see the other findings; if there are none, run with TORCH_DISTRIBUTED_DEBUG=DETAIL"
     return (ERROR, what, remedy) if problem else None
 
@@ -333,7 +333,7 @@ def _links(evidence: Evidence) -> Iterator[Finding]:
     yield from _odd(evidence, far, "between hosts", card)
     seconds = _usual({link: 1 / link.nbytes_per_second for link in far})
     if seconds * _NETWORK_NBYTES_PER_SECOND > 1:
-        what = f"links between hosts carry {_rate(seconds)}, less than gigabit Ethernet does"
+        what = f"links between hosts carry {_rate(seconds)}, less than gigabit Ethernet"
         yield _finding(WARNING, "slow-network", [], what, card)
 
 

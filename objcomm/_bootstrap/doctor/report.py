@@ -165,7 +165,7 @@ def _unreached(evidence: Evidence) -> list[str]:
     }
     if "x" not in marks.values() or len(evidence.reports) > _MATRIX_MAX:
         return []
-    return ["who reaches whom (x: not, ?: not tried)", *_matrix(evidence, marks, "?")]
+    return ["reachability (x: no, ?: not tried)", *_matrix(evidence, marks, "?")]
 
 
 def _matrix(evidence: Evidence, cells: dict[tuple[int, int], str], unknown: str) -> list[str]:
@@ -178,7 +178,7 @@ def _matrix(evidence: Evidence, cells: dict[tuple[int, int], str], unknown: str)
 
 
 def _links(evidence: Evidence) -> list[list[str]]:
-    left = f"; {evidence.left_out} pairs of ranks were left out for want of time (--timeout)"
+    left = f"; {evidence.left_out} pairs of ranks were skipped for lack of time (--timeout)"
     blocks = []
     for title, how, form, figure_of in _MEASURES:
         known = {(link.src, link.dst): figure_of(link) for link in evidence.links}

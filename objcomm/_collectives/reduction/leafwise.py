@@ -84,7 +84,7 @@ def received(plain: Any, place: Destination) -> Answer:
         DecodeError: it does not fit.
     """
     if not isinstance(plain, (tuple, list)) or len(plain) != len(Answer._fields):
-        refuse("it is no answer to a reduction")
+        refuse("it is not an answer to a reduction")
     answer = Answer(*plain)
     if place.structure is None:
         refuse("this rank gave nothing")
@@ -93,12 +93,12 @@ def received(plain: Any, place: Destination) -> Answer:
     else:
         leaves = structures.checked(answer.structure, place.structure)
     if not all(isinstance(each, (tuple, list)) for each in (answer.folded, answer.following)):
-        refuse("its results are no list")
+        refuse("its results are not a list")
     if type(answer.linked) is not str or answer.linked not in {"", place.linked}:
         refuse(f"all ranks are joined by {shown(answer.linked)}, but this one is not")
     _check_following(answer.following, leaves, place)
     if place.is_taker and len(answer.folded) != len(leaves) - len(answer.following):
-        refuse("it has not one result for each leaf")
+        refuse("it does not have one result for each leaf")
     return answer
 
 
@@ -111,41 +111,41 @@ def operand(plain: Any) -> tuple[Any, list[Any], str]:
         DecodeError: they do not belong together.
     """
     if not (isinstance(plain, (tuple, list)) and len(plain) == len(_OPERAND)):
-        refuse("it is no operand")
+        refuse("it is not an operand")
     structure, values, linked = plain
     if not isinstance(linked, str):
-        refuse(f"{shown(linked)} is no type of device")
+        refuse(f"{shown(linked)} is not a device type")
     leaves = structures.checked(structure)
     if not isinstance(values, list) or len(values) != len(leaves):
-        refuse("it has other leaves than its structure")
+        refuse("its leaves do not match its structure")
     for (description, _), value in zip(leaves, values, strict=True):
         if tensors_of(description) is not None and value is not None:
             found = structures.described(value)
             if found is None or found[0][:3] != description[:3]:
-                refuse("a leaf is not what is said of it")
+                refuse("a leaf does not match its description")
     return structure, values, linked
 
 
 def _check_following(following: Sequence[Any], leaves: Sequence[Leaf], place: Destination) -> None:
     nbytes, last = 0, -1
     if following and not place.may_follow:
-        refuse("leaves are to follow that travelled already")
+        refuse("it announces leaves that have already been sent")
     for each in following:
         if not (isinstance(each, (tuple, list)) and len(each) == len(("leaf", "ranks"))):
-            refuse("what is to follow is no leaf")
+            refuse("it announces something that is not a leaf")
         at, ranks = each
         if type(at) is not int or not last < at < len(leaves):
             refuse(f"there is no leaf {shown(at)} to follow")
         last = at
         about, is_own = tensors_of(leaves[at].description), 1 in leaves[at].places
         if about is None:
-            refuse(f"leaf {at} is to follow, but is no tensor")
+            refuse(f"leaf {at} is announced, but is not a tensor")
         if not _are_ranks(ranks, place.size) or (place.rank in ranks) != is_own:
-            refuse(f"leaf {at} follows from ranks that make no sense")
+            refuse(f"leaf {at} comes from impossible ranks")
         nbytes += 0 if is_own else about.nbytes
     if nbytes > place.most_nbytes:
         refuse(
-            f"leaves of {nbytes} bytes are to follow, more than the limit of {place.most_nbytes}; "
+            f"leaves of {nbytes} bytes are announced, more than the limit of {place.most_nbytes}; "
             "see objcomm.configure(max_nbytes=)"
         )
 

@@ -174,7 +174,9 @@ def operator_for(
     if missing not in ("error", "skip"):  # no set: a list has no hash
         raise UsageError(f"{said_by}missing={missing!r} must be 'error' or 'skip'")
     if missing == "skip" and found.elementwise is None:
-        raise UsageError(f"{said_by}missing='skip' is for the named ops that go leaf by leaf")
+        raise UsageError(
+            f"{said_by}missing='skip' works only with the named ops that combine leaf by leaf"
+        )
     if dtype is None and missing == "error":
         return found
     if dtype is not None:
@@ -187,12 +189,11 @@ def _check_dtype(operator: Operator, dtype: object, said_by: str) -> None:
         raise UsageError(f"{said_by}dtype={dtype!r} must be a torch.dtype or None")
     if not _has_fractions(dtype):
         raise UsageError(
-            f"{said_by}dtype={dtype} has no fractions: integers are added up as they are"
+            f"{said_by}dtype={dtype} is not a floating-point dtype; without dtype=, "
+            "integers are summed exactly"
         )
     if operator.name not in _ADDING:
-        raise UsageError(
-            f"{said_by}dtype= is for sum, prod and mean; {operator.name!r} adds nothing up"
-        )
+        raise UsageError(f"{said_by}dtype= is for sum, prod and mean, not for {operator.name!r}")
 
 
 def _operator_of(op: object) -> Operator | None:
@@ -392,7 +393,7 @@ def _sequence(obj: Any, _: int = 0) -> Any:
         return obj.detach()
     if not is_array(obj) and not isinstance(obj, _SEQUENCES):
         raise UsageError(
-            "concat joins lists, tuples, texts, bytes, tensors and arrays, "
+            "concat joins lists, tuples, strings, bytes, tensors and arrays, "
             f"not a {type(obj).__name__}"
         )
     return obj

@@ -261,7 +261,7 @@ def checked(node: Any, own: Any = None) -> list[Leaf]:
     except DifferenceError as error:
         refuse(f"it does not fit what this rank gave at {error.path}: {error.reason}")
     if merged != node:
-        refuse("it lacks what this rank gave")
+        refuse("it lacks a member that this rank gave")
     return leaves
 
 
@@ -272,21 +272,21 @@ def _check(node: Any, leaves: list[Leaf], budget: Budget) -> None:
         if type(number) is not int or number != len(leaves):
             refuse(f"a leaf has the number {shown(number)}")
         if tensors_of(description) is None and not _is_plain(description):
-            refuse("a leaf is described by what is no description")
+            refuse("the description of a leaf is invalid")
         leaves.append(Leaf(description, {0: number}))
         return
     if types != [str, str, tuple, tuple]:
-        refuse("it holds no structure, or a container without a type or a list of members")
+        refuse("it does not hold a structure, or a container lacks a type or a list of members")
     kind, type_name, keys, children = node
     if not all(map(_is_key, keys)):
-        refuse("a key is no plain data")
+        refuse("a key is not plain data")
     try:
         Spread(budget, weight_of).add(keys)
         members = dict(zip(keys, children, strict=True))
     except (TypeError, ValueError):
-        refuse("a container's keys are none, or not as many as its members")
+        refuse("a container does not have as many keys as members")
     if len(members) != len(keys):
-        refuse("a key stands twice")
+        refuse("a key appears twice")
     is_right = kind in {_MAPPING, _FIELDS, _SEQUENCE} and _MADE.get(type_name, (kind,))[0] == kind
     if not is_right or (kind == _SEQUENCE and keys != tuple(range(len(keys)))):
         refuse(f"a {type_name!r} is no {kind!r} with such keys")
@@ -392,7 +392,7 @@ def tensors_of(description: Any) -> Tensors | None:
     if types[:1] != [str] or description[0] not in {_TENSOR, _ARRAY}:
         return None
     if types != [str, str, tuple, str]:
-        raise DecodeError("tensor", "a leaf is described by what is no description")
+        raise DecodeError("tensor", "the description of a leaf is invalid")
     kind, dtype, shape, device_type = description
     tensors.check_shape(kind, shape)
     return Tensors(tensors.dtype_named(dtype), shape, device_type, kind == _ARRAY)

@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
         refuse: says that an argument is wrong, and ends the program.
     """
     if arguments.last < 1:
-        refuse(f"--last must be at least 1, it is {arguments.last}")
+        refuse(f"--last must be at least 1, not {arguments.last}")
     try:
         dumps = read(arguments.files)
         report = inspect(dumps, arguments.last, arguments.trace)

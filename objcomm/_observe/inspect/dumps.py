@@ -193,7 +193,7 @@ def parse(text: str, source: str) -> Dump:
     except (ValueError, RecursionError) as failure:
         raise UsageError(f"{source}: no JSON: {failure}") from failure
     if not isinstance(raw, dict) or "objcomm_dump" not in raw:
-        raise UsageError(f"{source}: JSON, but no dump of objcomm.recorder")
+        raise UsageError(f"{source}: JSON, but not a dump of objcomm.recorder")
     if raw["objcomm_dump"] != DUMP_VERSION:
         raise UsageError(
             f"{source}: a dump of version {raw['objcomm_dump']!r}, but this objcomm reads "

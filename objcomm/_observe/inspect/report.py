@@ -97,8 +97,8 @@ def _agreement(rows: Sequence[CallRow], places: Places) -> str:
     widest = max(shared, key=lambda row: (not row.key.pair, row.skew_seconds))
     last = widest.last_rank
     return (
-        f"The ranks do not part: {len(shared)} calls match. They waited longest for each other in "
-        f"{call_text(widest.key)} of {group_text(widest)}, "
+        f"The ranks do not diverge: {len(shared)} calls match. They waited longest for each other "
+        f"in {call_text(widest.key)} of {group_text(widest)}, "
         f"{_made(widest.calls[last], places)}: rank {last} came last, "
         f"{duration_text(widest.skew_seconds)} after the first."
     )
@@ -116,7 +116,7 @@ def _differing(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
         if row.has_other_names
         else ""
     )
-    return f"the ranks part in {call_text(row.key)}: {sides}{hint}.{_before(row, rows, places)}"
+    return f"the ranks diverge in {call_text(row.key)}: {sides}{hint}.{_before(row, rows, places)}"
 
 
 def _missing(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:

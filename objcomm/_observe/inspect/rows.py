@@ -18,7 +18,7 @@ class Absence(Enum):
     """Why a rank has no part in a call that others made."""
 
     NEVER = "never made it"
-    EARLIER = "had not come to it when its dump was taken"
+    EARLIER = "had not reached it when its dump was taken"
     FORGOTTEN = "no longer remembers it"
     NO_DUMP = "left no dump"
     UNTAKEN = "has not taken it"

@@ -2,7 +2,7 @@
 
 ranks: 2
 all: UsageError
-    says backend='nccl' … torch.distributed is initialised with … gloo … leave backend out
+    says backend='nccl' … torch.distributed is initialized with … gloo … leave backend out
 """
 
 import torch.distributed as dist

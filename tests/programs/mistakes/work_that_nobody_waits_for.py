@@ -2,7 +2,7 @@
 
 ranks: 2
 all: any
-    says @begun: RuntimeWarning: all_gather was begun here but never waited for
+    says @begun: RuntimeWarning: all_gather was started here but never waited for
 """
 
 import objcomm
