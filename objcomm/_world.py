@@ -189,15 +189,15 @@ def group_for_call(group: GroupLike, operation: str = "") -> Any:
         if promise:
             refuse_worker(operation, unjoined_in(os.environ).rank)
             raise UsageError(
-                f"{said_by}{promise} promises other ranks, but torch.distributed is not "
-                "initialised; make this call after objcomm.init or init_process_group, and before "
+                f"{said_by}{promise} says that there are other ranks, but torch.distributed is not "
+                "initialized; make this call after objcomm.init or init_process_group, and before "
                 "objcomm.shutdown or destroy_process_group"
             )
         if is_nobody(group):
-            raise NotInGroupError(f"{said_by}this rank is no member of this group")
+            raise NotInGroupError(f"{said_by}this rank is not a member of this group")
         if group is not None:
             raise UsageError(
-                f"{said_by}group={group!r} was given, but torch.distributed is not initialised; "
+                f"{said_by}group={group!r} was given, but torch.distributed is not initialized; "
                 "make this call after objcomm.init or init_process_group, and before "
                 "objcomm.shutdown or destroy_process_group, or leave group= out"
             )
@@ -205,7 +205,7 @@ def group_for_call(group: GroupLike, operation: str = "") -> Any:
     process_group = process_group_of(group, operation)
     if process_group is None or process_group.rank() < 0:
         raise NotInGroupError(
-            f"{said_by}global rank {dist.get_rank()} is no member of this group; "
+            f"{said_by}global rank {dist.get_rank()} is not a member of this group; "
             "let only its members make this call"
         )
     return process_group

@@ -76,7 +76,7 @@ def _parsed(argv: Sequence[str], typed: str) -> tuple[Sequence[str], bool]:
     if not program or program == ["-m"]:
         parser.error("name a script, or a module after -m")
     if program[0].startswith("-") and not program[0].startswith("-m"):
-        parser.error(f"{program[0]} is no option; name a script, or a module after -m")
+        parser.error(f"{program[0]} is not an option; name a script, or a module after -m")
     if program[0] in _LAUNCHERS and not Path(program[0]).exists():
         parser.error(
             f"{program[0]} starts the ranks, so it comes first, and runs this on each: "

@@ -452,7 +452,7 @@ def test_a_python_of_another_environment_is_let_be(prefix: str, count: int) -> N
     [
         ((*RUN, "--report"), "name a script, or a module after -m"),
         ((*RUN, "-m"), "name a script, or a module after -m"),
-        ((*RUN, "-c", "print()"), "-c is no option; name a script, or a module after -m"),
+        ((*RUN, "-c", "print()"), "-c is not an option; name a script, or a module after -m"),
         ((*RUN, "--rep", "train.py"), "unrecognized arguments: --rep"),
         ((*RUN, "torchrun", "train.py"), "torchrun starts the ranks, so it comes first"),
         (("-E", *RUN, "train.py"), "Python's options -E, -I and -S keep it from"),

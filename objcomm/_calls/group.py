@@ -551,7 +551,7 @@ def _is_main_by_launcher() -> bool:
     standing = unjoined_in(os.environ)
     if standing.rank < 0:  # it would be False on all ranks
         raise UsageError(
-            f"is_main: {standing.promise} promises other ranks, but no variable says which one "
-            "this is; call objcomm.init or init_process_group first"
+            f"is_main: {standing.promise} says that there are other ranks, but no variable says "
+            "which one this is; call objcomm.init or init_process_group first"
         )
     return standing.rank == 0

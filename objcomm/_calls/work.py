@@ -160,7 +160,7 @@ class Work(Generic[T_co]):
         raise TypeError("a Work can't be sent or copied; its wait() gives the result")
 
     def __repr__(self) -> str:
-        state = "in flight" if not self.done() else "failed" if self._error() else "done"
+        state = "running" if not self.done() else "failed" if self._error() else "done"
         return f"<objcomm.Work: {self.operation} at {self.call_site}, {state}>"
 
     @folded

@@ -504,7 +504,7 @@ def _all_of(obj: Any, names: list[str]) -> list[str]:
         TypeError: it was given further attributes, which would be lost.
     """
     if further := getattr(obj, "__dict__", {}).keys() - set(names):
-        raise TypeError(f"attributes {sorted(further)} are no fields; register with encode=")
+        raise TypeError(f"attributes {sorted(further)} are not fields; register with encode=")
     return names
 
 

@@ -53,8 +53,8 @@ _SURELY_TOLD_SECONDS = 1.0
 # A thousand ranks that wait would keep the store busy with each other's names.
 _MOST_LEARNED = 8
 
-_CLOSED = "it is alive, but has destroyed its process group or given up after an error of its own"
-_ALONE = "all of its connections ended at once: it lost its network, or all others ended"
+_CLOSED = "it is alive, but has destroyed its process group or given up after its own error"
+_ALONE = "all of its connections ended at the same time: it lost its network, or all others ended"
 _SAID = "it died, exited or lost its network, according to a rank that has closed its connections"
 _NEVER_CAME = "it died, exited or lost its network before it sent to or received from this rank"
 

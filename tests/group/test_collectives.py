@@ -280,7 +280,9 @@ LAUNCHED = {
 def test_every_launchers_ranks_are_not_quietly_alone() -> None:
     for launcher, variables in LAUNCHED.items():
         with case(launcher), mock.patch.dict(os.environ, variables):
-            with pytest.raises(UsageError, match=r"_(NTASKS|SIZE)=2 promises other ranks"):
+            with pytest.raises(
+                UsageError, match=r"_(NTASKS|SIZE)=2 says that there are other ranks"
+            ):
                 objcomm.all_gather(1)
             assert (objcomm.rank(), objcomm.world_size(), objcomm.is_main()) == (0, 2, True)
         assert objcomm.world_size() == 1
@@ -295,7 +297,7 @@ def test_a_shell_in_an_allocation_is_a_world_of_one() -> None:
 @solo(environment={"WORLD_SIZE": "2"})
 def test_nobody_is_main_before_a_rank_is_known() -> None:
     assert (objcomm.rank(), objcomm.world_size()) == (-1, 2)
-    with pytest.raises(UsageError, match="is_main: WORLD_SIZE=2 promises other ranks"):
+    with pytest.raises(UsageError, match="is_main: WORLD_SIZE=2 says that there are other ranks"):
         objcomm.is_main()
 
 

@@ -126,7 +126,7 @@ def test_cured_before_the_ranks_have_met_each_acts_as_if_it_were_alone() -> None
         lambda: sb.ddp_all_reduce(torch.ones(1), dist.ReduceOp.SUM),
     ]  # fmt: skip
     for call in calls:
-        with pytest.raises(UsageError, match="promises other ranks"):
+        with pytest.raises(UsageError, match="says that there are other ranks"):
             call()
 
 

@@ -314,5 +314,5 @@ def test_a_world_that_the_environment_promises_must_be_initialised() -> None:
         lambda: dist_objects.send_object_list([1], 1),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match="promises other ranks"):
+        with pytest.raises(ValueError, match="says that there are other ranks"):
             call()

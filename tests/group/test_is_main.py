@@ -38,7 +38,7 @@ def test_without_torch_distributed_all_is_the_same() -> None:
 @solo(environment={"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"})
 def test_a_job_that_has_not_begun_is_no_world_of_one() -> None:
     for share in SHARES.values():
-        with pytest.raises(UsageError, match="promises other ranks"):
+        with pytest.raises(UsageError, match="says that there are other ranks"):
             share(lambda: 1)
     for block in (
         objcomm.main_first,
@@ -46,7 +46,7 @@ def test_a_job_that_has_not_begun_is_no_world_of_one() -> None:
         main_process.zero_only,
         main_process.MainProcessContext,
     ):
-        with pytest.raises(UsageError, match="promises other ranks"), block():
+        with pytest.raises(UsageError, match="says that there are other ranks"), block():
             pass
     assert not objcomm.is_main(scope="node")
 

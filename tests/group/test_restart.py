@@ -64,7 +64,7 @@ def test_the_last_figures_outlive_the_group() -> None:
         for _ in range(2):
             assert set(world) == {"gather"}
             assert objcomm.stats() == world
-            with pytest.raises(UsageError, match="promises other ranks"):
+            with pytest.raises(UsageError, match="says that there are other ranks"):
                 objcomm.barrier()  # it counts nowhere
     assert objcomm.stats(pair) == of_pair != {}
     outsiders: list[Any] = ["pair", dist.GroupMember.NON_GROUP_MEMBER]
@@ -86,7 +86,7 @@ def test_the_last_figures_outlive_the_group() -> None:
 @solo(environment={"RANK": "0", "WORLD_SIZE": "2"})
 def test_without_any_figures_the_promise_of_other_ranks_is_told() -> None:
     for call in (objcomm.stats, objcomm.reset_stats):
-        with pytest.raises(UsageError, match="promises other ranks"):
+        with pytest.raises(UsageError, match="says that there are other ranks"):
             call()
 
 

@@ -116,13 +116,17 @@ def test_a_rank_within_the_group_is_proposed_only_where_the_number_is_one() -> N
 def test_a_rank_outside_is_told_in_which_call() -> None:
     with subgroup(1) as group:
         if here().rank == 0:
-            with pytest.raises(NotInGroupError, match=r"^all_gather: global rank 0 is no member"):
+            with pytest.raises(
+                NotInGroupError, match=r"^all_gather: global rank 0 is not a member"
+            ):
                 objcomm.all_gather(1, group=group)
     assert_group_works()
 
 
 @solo(environment={"WORLD_SIZE": "2", "RANK": "1"})
 def test_a_job_that_has_not_begun_is_told_in_which_call() -> None:
-    told = r"^broadcast: WORLD_SIZE=2 promises other ranks.*, and before objcomm.shutdown"
+    told = (
+        r"^broadcast: WORLD_SIZE=2 says that there are other ranks.*, and before objcomm.shutdown"
+    )
     with pytest.raises(UsageError, match=told):
         objcomm.broadcast(1)

@@ -62,8 +62,8 @@ def _in_entry(**fields: object) -> Callable[[Raw], object]:
         (_in_entry(ms=-1.0), "ms=-1.0"),
         (_in_entry(ms=None), "ms=None"),
         (_in_entry(call_site=7), "call_site is wrong"),
-        (lambda raw: raw["groups"][0].update(ranks=[-1]), "-1 is no rank"),
-        (lambda raw: raw["groups"][0].update(ranks=["a"]), "'a' is no rank"),
+        (lambda raw: raw["groups"][0].update(ranks=[-1]), "-1 is not a rank"),
+        (lambda raw: raw["groups"][0].update(ranks=["a"]), "'a' is not a rank"),
         (_with(world_size=0), "world_size=0 is out of range"),
         (_with(world_size=1 << 40), "world_size=1099511627776 is out of range"),
         (

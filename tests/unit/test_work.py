@@ -27,7 +27,7 @@ def test_in_flight_then_done(begun: Callable[..., Begun]) -> None:
     for ask in (work.result, work.exception):
         with pytest.raises(UsageError, match="still in flight"):
             ask()
-    assert repr(work) == f"<objcomm.Work: gather at {PLACE}, in flight>"
+    assert repr(work) == f"<objcomm.Work: gather at {PLACE}, running>"
     flight.end()
     assert work.done()
     assert (work.result(), work.exception(), work.wait()) == ("result", None, "result")

@@ -102,7 +102,7 @@ def _as_advised(problem: str) -> Complaint:
     return (ERROR, what, remedy) if problem else None
 
 
-_NAME_YOURSELF = "give each process a RANK of its own, from 0 to WORLD_SIZE - 1"
+_NAME_YOURSELF = "give each process its own RANK, from 0 to WORLD_SIZE - 1"
 
 
 def _duplicate_ranks(evidence: Evidence) -> Iterator[Finding]:

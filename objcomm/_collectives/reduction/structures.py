@@ -289,7 +289,7 @@ def _check(node: Any, leaves: list[Leaf], budget: Budget) -> None:
         refuse("a key appears twice")
     is_right = kind in {_MAPPING, _FIELDS, _SEQUENCE} and _MADE.get(type_name, (kind,))[0] == kind
     if not is_right or (kind == _SEQUENCE and keys != tuple(range(len(keys)))):
-        refuse(f"a {type_name!r} is no {kind!r} with such keys")
+        refuse(f"a {type_name!r} is not a {kind!r} with these keys")
     for child in children:
         _check(child, leaves, budget)
 

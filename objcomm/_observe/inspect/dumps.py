@@ -240,7 +240,7 @@ def _text(path: Path) -> str:
 
 
 def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a number")
 
 
 def _group(raw: object, where: str) -> GroupDump:
@@ -248,7 +248,7 @@ def _group(raw: object, where: str) -> GroupDump:
     length, ranks = fields.pop("length"), tuple(fields["ranks"])
     for rank in ranks:
         if type(rank) is not int or not 0 <= rank < _MOST_RANKS:
-            raise UsageError(f"{where}: ranks: {rank!r} is no rank")
+            raise UsageError(f"{where}: ranks: {rank!r} is not a rank")
     calls = []
     for at, each in enumerate(fields.pop("entries")):
         call = DumpedCall(**_checked(each, _CALL, f"{where}: entries[{at}]"))
