@@ -1,13 +1,15 @@
-"""Connects ranks when they first use each other, after all have met.
+"""Connects pairs of ranks on first use, after all ranks have met.
 
-Of many ranks only some pairs are connected from the beginning. A rank that begins the first
-transfer with another one, in either direction, calls at its door. On the same host it may send at
-once: the kernel says whose process is there, and keeps what comes before the caller is let in. From
-another host the answer comes first, which proves that it is that rank. If both call, each sends
-over its own call, and reads what comes over the other's.
+In a large group, only some pairs are connected when the ranks meet. The others connect when one of
+the two starts the first transfer, in either direction: that rank calls the address on which the
+other one listens. On the same host, the caller may send immediately, because the kernel reports
+which user owns the listening process, and buffers the data until the connection is accepted.
+Between hosts, the caller first waits for an answer that proves that it has reached the right rank.
+If two ranks call each other, each sends on the connection that it opened and reads from the other
+one.
 
-A network may fail for a while, and strangers may crowd a door, so a call that fails may be made
-again, at each of the peer's addresses in turn.
+A network may fail temporarily, and unrelated processes may crowd a listener, so a failed call may
+be retried, at each of the peer's addresses.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ if TYPE_CHECKING:
 
     from objcomm._transport.doors import Doors
 
-# How long a rank calls again, if a host may be out of reach for ever.
+# How long to keep calling if a host may be silent indefinitely.
 _CALLED_SECONDS = 60.0
-# How long a rank waits at one of a peer's addresses, if there is another one.
+# How long to wait for an answer at one address if the peer has another one.
 _NEXT_WAY_SECONDS = 1.0
 
 
 class _Caller:
-    """A connection of which it is not known yet which rank is at its end."""
+    """A connection whose caller has not identified itself yet."""
 
     def __init__(self, end: socket.socket, said: bytes, calling: Calling) -> None:
         self.socket = end
@@ -49,10 +51,10 @@ class _Caller:
 
 
 class Calling:
-    """See the module; every method with the mover's lock held.
+    """See the module docstring. Every method requires the mover's lock.
 
     Attributes:
-        listeners: where the other ranks call.
+        listeners: the sockets on which other ranks call.
     """
 
     def __init__(
@@ -63,14 +65,14 @@ class Calling:
         connections: dict[int, Connection],
         lost_seconds: float,
     ) -> None:
-        """Begin.
+        """Start watching the listeners.
 
         Args:
-            doors: those of all ranks.
-            listeners: where the others call; they are this object's from now on.
-            mover: moves what comes over sockets.
-            connections: those that there are, by rank; new ones are added.
-            lost_seconds: for how long another host may answer nothing.
+            doors: how all ranks are reached.
+            listeners: the sockets on which other ranks call; this object owns them from now on.
+            mover: handles events on the sockets.
+            connections: the existing connections by rank; new ones are added.
+            lost_seconds: how long another host may stay silent.
         """
         self._doors = doors
         self.listeners = tuple(listeners)
@@ -85,9 +87,10 @@ class Calling:
     # ------------------------------------------------------------------ calls
 
     def connection_to(self, peer: int) -> Connection:
-        """The connection to a rank with which nothing was begun yet.
+        """Return the connection to a peer, and call the peer if there is none.
 
         Raises:
+            KeyError: the group has no such peer.
             LinkClosed: the link was aborted.
             LinkError: this process can't connect.
         """
@@ -126,7 +129,7 @@ class Calling:
         except BaseException:
             connection.end(TORN)
             raise
-        if self._mover.is_aborted:  # by a signal's handler, which did not see it yet
+        if self._mover.is_aborted:  # a signal handler aborted the link, unaware of this connection
             connection.end(OWN_DOING)
             raise LinkClosed(OWN_DOING)
         return connection
@@ -140,10 +143,10 @@ class Calling:
         self._connections[connection.peer.rank] = connection
 
     def calls_again(self, connection: Connection, error: OSError) -> bool:
-        """Whether a connection that was lost is to be called again; then it has no socket now.
+        """Return whether a failed connection will be called again; if so, close its socket.
 
-        Linux gives up a call sooner than a connection: after 3 s, if nobody answers for the other
-        host's address (ARP).
+        Linux gives up on a call sooner than on an established connection: after 3 s if nothing
+        answers for the other host's address (ARP).
         """
         may_pass = (
             is_an_outage(error) or isinstance(error, BlockingIOError) or self._has_way(connection)
@@ -156,14 +159,14 @@ class Calling:
         return True
 
     def is_due(self, connection: Connection) -> bool:
-        """Whether a connection needs ``look_after``."""
+        """Return whether ``look_after`` has something to do for a connection."""
         if connection.is_to_call:
             return True
         is_silent = bool(connection.own_word)
         return is_silent and (self._is_given_up(connection) or self._is_next_way_due(connection))
 
     def look_after(self, connection: Connection) -> None:
-        """Call again, or at the next address, or give up."""
+        """Call again, try the next address, or give up."""
         if connection.is_to_call:
             self._call_again(connection)
         elif connection.own_word and self._is_given_up(connection):
@@ -197,45 +200,45 @@ class Calling:
             raise
 
     def _has_way(self, connection: Connection) -> bool:
-        """Whether the peer was not yet called at all of its addresses."""
+        """Return whether the peer has an address that was not called yet."""
         return connection.way + 1 < self._doors.ways_to(connection.peer.rank)
 
     def _is_next_way_due(self, connection: Connection) -> bool:
-        """Whether a peer is to be called at its next address, as it does not answer at one."""
+        """Return whether to call the peer's next address because this one does not answer."""
         is_silent = connection.own_word and not connection.is_to_call and self._has_way(connection)
         return bool(is_silent) and time.monotonic() - connection.called_way > _NEXT_WAY_SECONDS
 
     def _is_given_up(self, connection: Connection) -> bool:
-        """Whether a call has taken too long."""
+        """Return whether a call has taken too long."""
         waited = time.monotonic() - connection.called
         return waited > (_CALLED_SECONDS if math.isinf(self._lost_seconds) else self._lost_seconds)
 
     # ------------------------------------------------------------------ callers
 
     def handle(self, descriptor: int, event: int) -> None:  # noqa: ARG002  # see ``Socketed``
-        """See ``Socketed``: somebody calls."""
+        """See ``Socketed``; a caller is waiting."""
         self.let_in()
 
     def let_in(self) -> None:
-        """Listen to all that have called."""
+        """Accept the callers that are waiting."""
         for listener in self.listeners:
             try:
                 for end in self._doors.accept(listener):
                     self.listen_to(end)
-            except OSError as error:  # no descriptors left: a rank that calls must not wait
+            except OSError as error:  # no descriptors left: don't keep callers waiting
                 rank = self._doors.rank
                 self._doors.on_refused(f"rank {rank} can't accept connections ({error})")
                 self.shut()
                 return
 
     def listen_to(self, end: socket.socket, said: bytes = b"") -> None:
-        """Hear which rank has called, if it is one.
+        """Find out which rank has called, if the caller is a rank.
 
         Args:
             end: the connection.
-            said: what the caller has said already.
+            said: what was already read of the caller's handshake.
         """
-        # No more can be ranks. One that is has said its word by now.
+        # No more callers than this can be ranks, and a rank would have sent its handshake by now.
         if len(self._callers) >= len(self._doors.others):
             for longest in tuple(self._callers.values())[:1]:
                 self._doors.on_refused("a process that said nothing")
@@ -244,15 +247,15 @@ class Calling:
         self._callers[end.fileno()] = caller
         try:
             self._mover.watch(end, caller)
-        except (OSError, ValueError):  # no room for it; or closed by a signal's handler
+        except (OSError, ValueError):  # it can't be watched, or a signal handler closed it
             self._send_away(caller)
             return
         self.hear_caller(caller)
 
     def hear_caller(self, caller: _Caller) -> None:
-        """Read more of a caller's word; when it is whole, let the caller in or send it away."""
+        """Read more of a caller's handshake; once it is complete, accept or drop the caller."""
         doors, descriptor = self._doors, caller.socket.fileno()
-        if self._callers.get(descriptor) is not caller:  # it was sent away meanwhile
+        if self._callers.get(descriptor) is not caller:  # it was dropped in the meantime
             return
         try:
             while due := doors.word_nbytes - len(caller.said):
@@ -268,9 +271,9 @@ class Calling:
             return
         try:
             peer = doors.caller(caller.socket, caller.said)
-        except OSError:  # another key, though all ranks had one when they met
+        except OSError:  # it has another key, although all ranks had the same one when they met
             peer = None
-        if self._callers.pop(descriptor, None) is None:  # by a signal's handler
+        if self._callers.pop(descriptor, None) is None:  # a signal handler has done this
             return
         self._mover.unwatch(caller.socket)
         if peer is None or not self._admit(peer, caller.socket):
@@ -281,7 +284,7 @@ class Calling:
         self._mover.let_go(caller.socket)
 
     def _admit(self, peer: int, end: socket.socket) -> bool:
-        """Take in a connection that a rank has made; False if it has one."""
+        """Take over a connection that a rank has opened; return False if it is not needed."""
         doors, connection = self._doors, self._connections.get(peer)
         if self._mover.is_aborted:
             return False
@@ -294,7 +297,8 @@ class Calling:
             if is_unsaid or not connection.word:
                 self._adopt(connection, end, doors.word_to(peer, called_at(end)))
             else:
-                # Both have called. Its call has proved who it is, so it does not answer this one's.
+                # Both ranks have called. The peer's call proves its identity, so it won't answer
+                # ours.
                 connection.word, connection.inlet = b"", end
                 connection.attach(end)
                 connection.open()
@@ -307,7 +311,7 @@ class Calling:
         return True
 
     def _adopt(self, connection: Connection, end: socket.socket, own_word: bytes) -> None:
-        """Use a peer's call for all, where this rank has none on which anything was said."""
+        """Use the peer's connection in both directions; nothing was exchanged on this rank's."""
         if connection.called and not connection.is_to_call:
             connection.detach()
         connection.socket, connection.word, connection.own_word = end, b"", b""
@@ -319,14 +323,14 @@ class Calling:
     # ------------------------------------------------------------------ the end
 
     def shut(self) -> None:
-        """Let nobody in any more; callers that were not let in notice."""
+        """Stop listening, and drop the callers that have not been accepted."""
         for listener in self.listeners:
             self._mover.let_go(listener)
         for each in tuple(self._callers.values()):
             self._send_away(each)
 
     def close(self) -> None:
-        """Close this process's copies of callers' sockets, without a word to anybody."""
+        """Close this process's copies of the callers' sockets; the connections stay up."""
         for each in tuple(self._callers.values()):
             each.socket.close()
-        self._callers.clear()  # which know this object
+        self._callers.clear()  # they refer to this object
