@@ -1,4 +1,4 @@
-"""An ordered sequence of operations over one link."""
+"""An ordered sequence of operations on one link."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from objcomm._transport.workspace import Workspace
 
 
-#: The lane of threads that take turns: it has no owner but whoever's turn it is.
+#: The lane of threads that take turns; its owner is the thread whose turn it is.
 IN_TURNS = "in turns"
 
 # How many calls are reported to other ranks: a rank that only sends can be 16 ahead.
@@ -24,28 +24,29 @@ _PAST = 20
 
 
 class Lane:
-    """The calls of one thread at a time; other lanes of the same link can't mix with it.
+    """The calls of one thread at a time, kept apart from those of the link's other lanes.
 
     Attributes:
-        name: as given to ``objcomm.lane``.
-        number: what its tags and headers carry.
-        order: of what is sent on a lane that joins two ranks for point-to-point calls, which any
-            thread may make at any time; None where calls come one after another.
-        sequence: operations started on it so far; messages sent, where there is an order.
-        taken: messages of the other rank's that arrived, where there is an order.
+        name: as passed to ``objcomm.lane``.
+        number: identifies the lane in tags and headers.
+        order: the order of sends on a lane that joins two ranks for point-to-point calls, which any
+            thread may make at any time; None where calls run one after another.
+        sequence: number of operations started on the lane, or of messages sent if it has an
+            ``order``.
+        taken: number of messages received from the other rank, if the lane has an ``order``.
         tag: of its first messages.
-        taken_of: by peer: the number of the call in which its last first message was taken.
-        owner: the thread that uses it.
-        entry: the call whose ranks wait for each other just now, if there is one.
-        p2p_calls: the same where there is an order, and so may be many.
+        taken_of: by peer, the number of the call whose first message was taken last.
+        owner: the thread that uses the lane.
+        entry: the call whose ranks are waiting for each other, if there is one.
+        p2p_calls: the calls that are waiting, if the lane has an ``order``: there may be several.
         past: its latest calls.
-        begun_at: the line of the call that its owner has begun and not left; empty without one.
-        runner: the thread that carries ``entry`` out, as a number; its owner, or the line's.
-        waiter: the thread that waits for a call which the line carries out; 0 if none does.
-        line: carries out asynchronous calls, if there ever was one.
-        owes: whether its thread has yet to raise the verdict that ended the link.
-        workspace: of ranks that all share a host, once they have asked for one.
-        has_asked: whether they have; there may be none.
+        begun_at: the line of the call that the owner is in; empty if it is in none.
+        runner: identifier of the thread that runs ``entry``: the owner's or the line's.
+        waiter: identifier of the thread that waits for a call run by the line; 0 if there is none.
+        line: runs asynchronous calls; None before the first one.
+        owes: whether the lane's thread has yet to raise the verdict that ended the link.
+        workspace: memory shared by ranks that are all on one host, once they have asked for it.
+        has_asked: whether they have asked for it; they may not have received any.
     """
 
     def __init__(
@@ -71,12 +72,12 @@ class Lane:
         self.past: deque[CallRecord] = deque(maxlen=_PAST)
 
     def begin(self, entry: CallRecord, deadline: Deadline) -> None:
-        """Let the watchdog see that the calling thread waits in ``entry``, and start its limit."""
+        """Show the watchdog that this thread waits in ``entry``, and start its time limit."""
         now = entry.waits_since = time.monotonic()
         deadline.until = entry.waits_until = now + deadline.remaining
         entry.limit_seconds = deadline.seconds
         entry.report_at = now + deadline.settings.report_after
-        entry.has_expired = False  # that was an earlier wait of the same call
+        entry.has_expired = False  # it was set by an earlier wait of the same call
         if self.order is None:
             self.runner = threading.get_ident()
             self.entry = entry
@@ -84,7 +85,7 @@ class Lane:
             self.p2p_calls.add(entry)
 
     def end(self, entry: CallRecord, deadline: Deadline) -> None:
-        """The wait is over; the next one has what is left of the limit."""
+        """End the wait, and leave what remains of the time limit to the next one."""
         deadline.remaining = max(0.0, deadline.until - time.monotonic())
         if self.order is None:
             self.entry = None
@@ -92,25 +93,25 @@ class Lane:
             self.p2p_calls.discard(entry)
 
     def is_of(self, thread: threading.Thread) -> bool:
-        """Whether a thread may use it, and raises what ended the link for it."""
+        """Return whether a thread may use the lane and must raise the error that ended the link."""
         return self.order is not None or self.owner is thread
 
     def waits(self) -> list[CallRecord]:
-        """All calls that wait just now."""
+        """Return all calls that are waiting."""
         entry = self.entry
         return [*self.p2p_calls.copy(), *([] if entry is None else [entry])]
 
     def has_waiting(self, entry: CallRecord) -> bool:
-        """Whether a call waits just now."""
+        """Return whether a call is waiting."""
         return entry is self.entry or entry in self.p2p_calls
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call waits on it, or is in flight."""
+        """Whether a call is waiting or outstanding on the lane."""
         return bool(self.waits()) or (self.line is not None and not self.line.is_idle)
 
     def drain(self) -> None:
-        """Wait until no asynchronous call is left."""
+        """Wait until no asynchronous call is outstanding."""
         if self.line is not None and not self.line.is_idle:
             self.waiter = threading.get_ident()
             try:
@@ -120,9 +121,10 @@ class Lane:
 
     @property
     def caller(self) -> str:
-        """The call in which the calling thread is, which waits for it; empty if there is none.
+        """The call that the calling thread is inside of; empty if there is none.
 
-        A callback's, or one that a signal's handler or a destructor has interrupted.
+        The thread runs a callback, or a signal handler or destructor that interrupted the call,
+        which can't continue before that returns.
         """
         entry = self.entry
         if self.line is not None and self.line.is_here:
@@ -134,11 +136,11 @@ class Lane:
 
     @property
     def waiting_thread(self) -> int:
-        """The thread that can do nothing else before ``entry`` has ended; 0 if there is none."""
+        """The thread that is blocked until ``entry`` has ended; 0 if there is none."""
         return self.runner if self.runner == self.owner.ident else self.waiter
 
     def has_head_of(self, link: Link, peer: int, sequence: int) -> bool:
-        """Whether a peer's first message for a call has come; False where the link can't tell."""
+        """Return whether a peer's first message for a call is known to have arrived."""
         return self.taken_of.get(peer) == sequence or link.has_come(peer, self.tag)
 
 

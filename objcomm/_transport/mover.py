@@ -1,11 +1,11 @@
-"""Moves what comes and goes over a link's sockets, on the threads that wait for it.
+"""Moves the bytes of a link's sockets, on the threads that wait for them.
 
-There is no thread for that. A thread that waits moves whatever can be moved, for all: the *mover*
-sleeps until any socket has bytes or room, handles them, and wakes the threads whose waits are over.
-When its own wait is over, the next thread that waits becomes the mover.
+There is no dedicated thread. One of the waiting threads, the *mover*, moves bytes for all of them:
+it sleeps until any socket is readable or writable, handles it, and wakes the threads whose waits
+are over. When its own wait is over, another waiting thread becomes the mover.
 
-Falling asleep and being woken takes longer than most waits in a row of calls. So a rank with a core
-of its own polls for ``SPIN_SECONDS`` before it sleeps, unless its last wait took longer than that.
+In a series of calls, falling asleep and waking up takes longer than most waits. So a rank that has
+its own core polls for ``SPIN_SECONDS`` before it sleeps, unless its last wait took longer.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from objcomm._transport.threads import guard
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: How long a wait may poll before it sleeps. In a row of broadcasts between two ranks, each with a
-#: core, one takes 123 µs without this, 120 µs with a quarter of it, which most waits outlast, and
-#: 66 µs with all of it. The processor's time is the same: to sleep and be woken costs as much.
+#: How long a wait may poll before it sleeps. In a series of broadcasts between two ranks with one
+#: core each, a broadcast takes 123 µs without polling, 120 µs with a quarter of this limit (most
+#: waits last longer) and 66 µs with all of it. The processor time is the same: sleeping and waking
+#: up costs as much.
 SPIN_SECONDS = 200e-6
 # The system counts milliseconds in 31 bits.
 _SLEEP_MAX_SECONDS = 1e6
 
-# Other systems than Linux have none of these, and no such link; but this module is imported there.
-#: What is waited for on every socket, and what says that the other end has closed it.
+# Only Linux has these constants and this link, but the module is imported on other systems, too.
+#: The events that are watched on every socket, and those that mean that the other end closed it.
 READS = sum(getattr(select, name, 0) for name in ("EPOLLIN", "EPOLLRDHUP"))
 ENDS = sum(getattr(select, name, 0) for name in ("EPOLLRDHUP", "EPOLLHUP", "EPOLLERR"))
 
@@ -44,87 +45,87 @@ IN_A_HANDLER = "a signal's handler has used connections that it had interrupted"
 
 
 class Socketed(Protocol):
-    """What sockets belong to."""
+    """An owner of sockets."""
 
     def handle(self, descriptor: int, event: int) -> None:
-        """Move what can be moved over one of its sockets, with the mover's lock held."""
+        """Move what can be moved on one of its sockets; called with the mover's lock held."""
 
 
 class Mover:
-    """See the module.
+    """See the module docstring.
 
     Attributes:
-        lock: held in each step of the link. It knows its owner: a signal's handler must not wait
-            for what it has interrupted.
+        lock: held during each step of the link. It knows its owner, because a signal handler must
+            not wait for the code that it has interrupted.
         is_interrupted: see ``Link``.
-        is_aborted: whether nothing moves any more.
+        is_aborted: whether moving has stopped for good.
         moved_for: what the mover itself waits for; None if there is no mover.
-        sockets: to whom each descriptor belongs.
-        events: where the mover sleeps.
+        sockets: the handler of each descriptor.
+        events: the epoll object on which the mover sleeps.
     """
 
     def __init__(self, spin_seconds: float) -> None:
-        """Begin.
+        """Create the epoll object and the sockets that wake the mover.
 
         Args:
-            spin_seconds: for how long a wait may poll before it sleeps.
+            spin_seconds: how long a wait may poll before it sleeps.
         """
         self._spin_seconds = spin_seconds
-        self._waited_seconds = math.inf  # by the last thread that moved until its wait was over
-        self._waited_until = -math.inf  # when that was
+        self._waited_seconds = math.inf  # of the last thread that moved until its wait was over
+        self._waited_until = -math.inf  # when that wait ended
         self.sockets: dict[int, Socketed] = {}
-        # A byte in there wakes the mover.
+        # A byte sent here wakes the mover.
         self._alarm, self._heard = socket.socketpair()
         self.events = select.epoll()
         self.events.register(self._heard, select.EPOLLIN)
         for end in (self._alarm, self._heard):
             end.settimeout(0)
         self.lock = guard()
-        # As threading.Condition asks. A plain attribute: it is asked for each message.
+        # As threading.Condition does. A plain attribute, because every message checks it.
         self.is_interrupted: Callable[[], bool] = self.lock._is_owned  # noqa: SLF001  # see above
         self.is_aborted = False
         self.moved_for: Awaited | None = None
-        self._mover = 0  # a thread's number
+        self._mover = 0  # a thread identifier
         self._waiting: deque[Awaited] = deque()
 
     def watch(self, end: socket.socket, handler: Socketed) -> None:
-        """Handle what comes over a socket."""
+        """Handle the events of a socket."""
         self.sockets[end.fileno()] = handler
         self.events.register(end, READS)
 
     def unwatch(self, end: socket.socket) -> None:
-        """Handle it no more; it may be closed already."""
+        """Stop handling a socket, which may be closed already."""
         self.sockets.pop(end.fileno(), None)
         with contextlib.suppress(OSError, ValueError):
             self.events.unregister(end)
 
     def let_go(self, end: socket.socket) -> None:
-        """Close a socket that may be watched, and may be closed already."""
+        """Close a socket, which may be watched, and may be closed already."""
         self.unwatch(end)
         hang_up(end)
         end.close()
 
     def close(self) -> None:
-        """Close what wakes the mover; nothing moves any more."""
+        """Close the sockets that wake the mover, after moving has stopped."""
         self._alarm.close()
         self._heard.close()
-        self.sockets.clear()  # which may know this mover
+        self.sockets.clear()  # they may refer to this mover
 
     # ------------------------------------------------------------------ waits
 
     def await_end(  # noqa: C901, PLR0912  # one loop, of which each step by itself would cost a call
         self, awaited: Awaited, until: float
     ) -> None:
-        """Move all until a wait is over, or sleep until the thread that moves has ended it.
+        """Move bytes until a wait is over, or sleep until the thread that moves them ends it.
 
         Args:
-            awaited: what for.
-            until: when to give up, in seconds of ``time.monotonic``.
+            awaited: what to wait for.
+            until: when to give up, on the clock of ``time.monotonic``.
 
         Raises:
             LinkTimeout: that time came first.
             LinkClosed: the link was aborted.
-            LinkError: a signal's handler has interrupted a step of the link, and waits.
+            LinkError: called from a signal handler that has interrupted a step of the link.
         """
         if self.is_interrupted():
             raise LinkError(IN_A_HANDLER)
@@ -139,8 +140,7 @@ class Mover:
                     turn.acquire()
                     self._waiting.append(awaited)
                 else:
-                    # The mover is this thread already if a signal's handler has interrupted its
-                    # sleep.
+                    # If a signal handler interrupted the mover's sleep, this thread is the mover.
                     before = self._mover, self.moved_for
                     self._mover, self.moved_for = me, awaited
             if turn is None:
@@ -159,7 +159,7 @@ class Mover:
                     with self.lock:
                         self._mover, self.moved_for = before
                         if before[0]:
-                            self.wake_mover()  # it sleeps on, whatever was moved meanwhile
+                            self.wake_mover()  # its wait may have ended in the meantime
                         elif self._waiting:
                             self._wake_one()
             else:
@@ -176,12 +176,12 @@ class Mover:
                 raise LinkTimeout("timeout")
 
     def _spin(self, until: float) -> None:
-        """Poll until something can be moved, or until that time."""
+        """Poll until something can be moved, or until ``until``."""
         while time.monotonic() < until and not self.events.poll(0):
             os.sched_yield()  # another thread may need this core
 
     def _take_back(self, awaited: Awaited) -> None:
-        """Wait no longer; a turn that came too late is the next thread's."""
+        """Stop waiting; if this thread was asked to move too late, ask the next one."""
         with self.lock:
             awaited.turn = None
             if awaited in self._waiting:
@@ -190,23 +190,23 @@ class Mover:
                 self._wake_one()
 
     def _wake_one(self) -> None:
-        """Let one of the threads that wait be the next to move."""
+        """Make one of the waiting threads the mover."""
         while self._waiting:
             awaited = self._waiting.popleft()
             turn, awaited.turn = awaited.turn, None
-            if turn is not None:  # else it is over, and was woken
+            if turn is not None:  # else its wait is over, and it was woken
                 turn.release()
                 return
 
     # ------------------------------------------------------------------ other threads
 
     def is_in_use(self, seconds: float) -> bool:
-        """Whether a thread that waits moves all, or one did within the last so many seconds."""
+        """Return whether a waiting thread moves bytes, or did so within the last ``seconds``."""
         return self.moved_for is not None or time.monotonic() < self._waited_until + seconds
 
     def end(self, awaited: Awaited) -> None:
-        """Let a wait be over, by any thread."""
-        is_within = self.is_interrupted()  # what the mover has found it looks at itself
+        """End a wait; any thread may call this."""
+        is_within = self.is_interrupted()  # the mover checks its own wait after each step
         with self.lock:
             awaited.is_over = True
             if awaited.turn is not None:
@@ -215,17 +215,17 @@ class Mover:
                 self.sound()
 
     def wake_mover(self) -> None:
-        """Wake the mover if another thread has ended what it waits for."""
+        """Wake the mover if another thread has ended its wait."""
         if self.moved_for is not None and self.moved_for.is_over:
             self.sound()
 
     def sound(self) -> None:
         """Wake the mover."""
-        with contextlib.suppress(BlockingIOError):  # it has not heard the last ones yet
+        with contextlib.suppress(BlockingIOError):  # it has not read the earlier ones yet
             self._alarm.send(b"!")
 
     def wake_all(self) -> None:
-        """Let every wait look again; with the lock held."""
+        """Make every waiting thread check its state again; the caller holds the lock."""
         while self._waiting:
             self._wake_one()
         self.sound()
@@ -233,7 +233,7 @@ class Mover:
     # ------------------------------------------------------------------ moving
 
     def move_what_is_there(self) -> None:
-        """Handle what has come, unless another thread does so anyway."""
+        """Handle the events that are pending, unless another thread is about to."""
         if self.is_interrupted() or not self.lock.acquire(blocking=False):
             return
         me = threading.get_ident()
@@ -255,7 +255,7 @@ class Mover:
                     self._wake_one()
 
     def _move_once(self, seconds: float) -> None:
-        """Handle what comes within so many seconds."""
+        """Handle the events that come within ``seconds``."""
         events = self.events.poll(seconds)
         if not events:
             return
@@ -264,9 +264,9 @@ class Mover:
                 handler = self.sockets.get(descriptor)
                 if handler is not None:
                     handler.handle(descriptor, event)
-                # Once nothing moves any more, the attending threads must hear it, too.
+                # After an abort the byte stays there, so that attending threads wake up as well.
                 elif descriptor == self._heard.fileno() and not self.is_aborted:
-                    with contextlib.suppress(BlockingIOError):  # a signal's handler has heard it
+                    with contextlib.suppress(BlockingIOError):  # a signal handler has read it
                         self._heard.recv(64)
 
 
@@ -276,11 +276,12 @@ class Signal(Awaited):
     __slots__ = ("_link", "_mover")
 
     def __init__(self, mover: Mover, link: object) -> None:
-        """Begin.
+        """Create a signal that is not set.
 
         Args:
-            mover: moves while a thread waits.
-            link: the mover's, which closes it when it is dropped: it must outlive the wait.
+            mover: moves bytes while a thread waits.
+            link: the mover's link, which closes it when it is garbage-collected; it must outlive
+                the wait.
         """
         super().__init__()
         self._mover = mover
@@ -297,7 +298,7 @@ class Signal(Awaited):
             self._mover.await_end(self, until)
         except LinkTimeout:
             pass
-        except LinkError:  # nothing moves any more; the thread that knows why sets this
+        except LinkError:  # nothing moves any more; the thread that knows the reason sets this
             turn = threading.Lock()
             turn.acquire()
             self.turn = turn
@@ -307,6 +308,6 @@ class Signal(Awaited):
 
 
 def hang_up(end: socket.socket) -> None:
-    """End a stream, even if a process forked since has a copy of its socket."""
+    """End a stream, even if a process forked in the meantime has a copy of its socket."""
     with contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)

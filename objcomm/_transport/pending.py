@@ -1,4 +1,4 @@
-"""What a thread waits for: transfers on their way out or in, and signals from other threads."""
+"""What threads wait for: transfers in either direction, and signals from other threads."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Awaited:
-    """What a thread waits for, moving the link meanwhile.
+    """What a thread waits for while it moves the link.
 
     Attributes:
-        is_over: whether the wait is.
-        reason: why it ended before what was awaited; empty otherwise.
-        turn: held by the waiting thread while another one is the mover.
+        is_over: whether the wait is over.
+        reason: why the wait failed; empty otherwise.
+        turn: held by the waiting thread while another thread is the mover.
     """
 
     __slots__ = ("is_over", "reason", "turn")
@@ -37,7 +37,7 @@ class Awaited:
         self.turn: threading.Lock | None = None
 
     def end(self, reason: str = "") -> None:
-        """Let it be over, and the waiting thread go on."""
+        """End the wait and wake the waiting thread."""
         self.reason = reason
         self.is_over = True
         turn = self.turn
@@ -47,12 +47,12 @@ class Awaited:
 
 
 class Transfer(Awaited):
-    """A message on its way out or in.
+    """A message being sent or received.
 
     Attributes:
-        flat: its memory, or the room for it. It lives as long as bytes may come, and may be used
-            again when the transfer is over.
-        view: the same as the system takes it.
+        flat: its memory, which must stay alive while bytes may arrive, and may be reused when the
+            transfer is over.
+        view: the same memory as a byte view for system calls.
     """
 
     __slots__ = ("flat", "view")
@@ -68,12 +68,12 @@ class Transfer(Awaited):
 
 
 class Members(Transfer):
-    """Several memories that go out or come in one after another.
+    """Several memories that are sent or received one after another.
 
     Attributes:
         flats: all of them.
-        views: the same as the system takes them.
-        nbytes: how long they are together.
+        views: the same memories as byte views for system calls.
+        nbytes: their total length.
     """
 
     __slots__ = ("flats", "nbytes", "views")
@@ -86,11 +86,11 @@ class Members(Transfer):
 
 
 class Lent(Members):
-    """Members for a peer that maps them, or takes a copy.
+    """Members offered to a peer that maps them or receives a copy.
 
     Attributes:
-        share: has their content; None if there is only a copy.
-        files: how many it has.
+        share: holds their content; None if they can only be copied.
+        files: number of files of ``share``.
     """
 
     __slots__ = ("files", "share")
@@ -101,19 +101,19 @@ class Lent(Members):
         self.files = 0 if share is None else len(share.descriptors)
 
     def end(self, reason: str = "") -> None:
-        """See ``Awaited``; an error may keep this object for long."""
+        """See ``Awaited``; drops the share, because an error may keep this object alive."""
         self.share = None
         super().end(reason)
 
 
 class Loan(Transfer):
-    """Memory that a peer lends; see ``link.Borrowed``.
+    """Memory that a peer offers; see ``link.Borrowed``.
 
     Attributes:
-        nbytes: how long its members are together.
-        peer: whose it is.
-        number: of its offer, if its content can only be copied.
-        share: the memory, once it is here.
+        nbytes: total length of its members.
+        peer: the rank that offers it.
+        number: number of the offer, for a content that can only be copied.
+        share: the memory, once it has arrived.
     """
 
     __slots__ = ("nbytes", "number", "peer", "share")
@@ -130,9 +130,9 @@ class Attendance:
     """Takes in the first messages of a peer; see ``Connections.attend``.
 
     Attributes:
-        accepts: by tag, what takes one in.
-        error: what one of them has raised; it takes in no more.
-        prompts: a descriptor on which the attending thread hears that it is to look again.
+        accepts: by tag, the function that takes in a message.
+        error: the exception that one of them raised, after which nothing more is taken in.
+        prompts: an eventfd that wakes the attending thread to look again.
     """
 
     __slots__ = ("_lock", "accepts", "error", "prompts")
@@ -144,13 +144,13 @@ class Attendance:
         self._lock = guard()
 
     def prompt(self) -> None:
-        """Let the thread look again; needs no lock of the link's, which the caller may hold."""
+        """Wake the attending thread; may be called while the link's lock is held."""
         with self._lock:
             if self.prompts >= 0:
                 os.eventfd_write(self.prompts, 1)
 
     def close(self) -> None:
-        """The thread attends no more."""
+        """Stop attending."""
         with self._lock:
             os.close(self.prompts)
             self.prompts = -1
