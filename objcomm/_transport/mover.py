@@ -113,7 +113,7 @@ class Mover:
 
     # ------------------------------------------------------------------ waits
 
-    def await_end(  # noqa: C901, PLR0912  # one loop, of which each step by itself would cost a call
+    def await_end(  # noqa: C901, PLR0912  # one loop: a function for each step would cost a call
         self, awaited: Awaited, until: float
     ) -> None:
         """Move bytes until a wait is over, or sleep until the thread that moves them ends it.

@@ -1,13 +1,13 @@
-"""The protocol between two ranks over a stream, as one of them sees it: without a socket or a wait.
+"""One rank's side of the protocol between two ranks over a stream, without sockets or waits.
 
-Bytes come in by ``room`` and ``received`` and go out by ``first_out`` and ``sent``, in pieces of
-any length; all other methods are what this rank's program wants. Received bytes are copied at most
-once: when a header has been read, ``room`` is where its content belongs.
+Bytes enter through ``room`` and ``received`` and leave through ``first_out`` and ``sent``, in
+pieces of any length. The other methods are called for this rank's program. Received bytes are
+copied at most once: after a header, ``room`` returns the memory in which its content belongs.
 
-Nothing that arrives is believed before it is checked: a frame of no kind, one that is too long, or
-one that answers nothing ends the connection.
+Every frame is checked. One of an unknown kind, one that is too long, or one that answers nothing
+ends the connection.
 
-Nothing here locks: the link's lock is held around every call.
+This module does not lock; every call requires the link's lock.
 """
 
 from __future__ import annotations
@@ -37,47 +37,47 @@ if TYPE_CHECKING:
     from objcomm._transport.share import Share
 
 _HEADER_NBYTES = HEADER.size
-# An enumeration's members take longer to find, and to compare.
+# Members of an enumeration are slower to look up and to compare.
 _MESSAGE = int(Kind.MESSAGE)
-# Room for some small messages. The rest of a longer one is read to where it stays.
+# For several small messages. The rest of a longer one is read directly into its destination.
 _RAW_NBYTES = 1 << 17
 
 
 class Peer:
-    """See the module.
+    """See the module docstring.
 
     Attributes:
         rank: the peer's.
         ended: why the connection has ended; empty while it is up.
-        farewell: what the peer has said before it closed the connection.
-        arrived: by tag: what came before it was asked for, as bytes or as an offer's number.
-        attendance: takes in first messages, if a thread attends to this peer.
-        bells: by tag: what a thread waits for that takes first messages; over when there is one.
-        outgoing: what has yet to go out, in order: bytes, the transfer that they end, and what is
-            handed over with the first of them.
-        contents: the same of ``CONTENT``, which everything else may overtake.
-        descriptors: those that came before their frames; None for some that got lost.
+        farewell: content of the peer's ``FAREWELL``; empty if none has arrived.
+        arrived: by tag, what arrived before it was asked for: messages, or numbers of offers.
+        attendance: takes in first messages while a thread attends to this peer.
+        bells: by tag, the wait of a thread for first messages; it is over when one has arrived.
+        outgoing: what to send, in order: bytes, the transfer that ends with them, and the share to
+            hand over with the first of them.
+        contents: the same for ``CONTENT`` frames, which all others may overtake.
+        descriptors: descriptors that arrived ahead of their frames; None for those that were lost.
     """
 
     __slots__ = (
-        "_ahead",  # by tag: lengths of first messages that are not known to be taken, in order
-        "_filled",  # the message that is being read: a transfer, or its tag and its bytes
-        "_held",  # by tag: first messages for which there is no credit
-        "_is_content",  # whether ``first_out`` gave a part of a content
-        "_is_within",  # whether a part of the first content was sent
-        "_lent_files",  # how many were handed over of which the peer has not said that it has them
-        "_numbers",  # of this rank's offers
-        "_offered",  # by number: this rank's offers that wait to be taken
-        "_offers",  # by number: lengths of what the peer has offered, and not sent
-        "_posted",  # by tag: the receives for which nothing has come
-        "_raw",  # what was read and not looked at is ``_raw[:_used]``
-        "_rooms",  # what is to be filled next by the same content
+        "_ahead",  # by tag: lengths of first messages not known to be taken, in order
+        "_filled",  # the message being read: a transfer, or its tag and its bytes
+        "_held",  # by tag: first messages that wait for credit
+        "_is_content",  # whether ``first_out`` returned part of a content
+        "_is_within",  # whether part of the first content was sent
+        "_lent_files",  # number of files handed over and not yet confirmed by the peer
+        "_numbers",  # number of this rank's offers so far
+        "_offered",  # by number: this rank's offers that were not taken yet
+        "_offers",  # by number: lengths of the peer's offers that were not sent yet
+        "_posted",  # by tag: receives for which nothing has arrived
+        "_raw",  # ``_raw[:_used]`` was read but not parsed
+        "_rooms",  # what the same content fills next
         "_shares",  # by number: the peer's offers that can be mapped
-        "_taken",  # by number: receives for which content was asked
-        "_untold",  # by tag: how many first messages were taken here, and the peer not told so
+        "_taken",  # by number: receives whose content was requested
+        "_untold",  # by tag: number of first messages taken here but not reported to the peer
         "_used",
         "_view",
-        "_waiting",  # how many words and offers are in ``arrived``
+        "_waiting",  # number of small messages and offers in ``arrived``
         "arrived",
         "attendance",
         "bells",
@@ -120,29 +120,29 @@ class Peer:
     # ------------------------------------------------------------------ what this rank sends
 
     def head_of(self, nbytes: int, tag: int) -> bytes:
-        """The header of a message that may be sent now; empty if it has to be ``hold``-ed.
+        """Return the header of a message that may be sent now; empty if it must be held.
 
-        The caller must send it next, followed by the message.
+        The caller must send a header next, followed by the message; without one, it calls ``hold``.
         """
         if tag >> LANE_BITS:
             return HEADER.pack(_MESSAGE, tag, nbytes, 0) if nbytes <= WORD_MAX_NBYTES else b""
         ahead = self._ahead.get(tag)
         if ahead is None:
             ahead = self._ahead[tag] = []
-        if tag in self._held or not may_be_ahead(ahead, nbytes):  # none overtakes another
+        if tag in self._held or not may_be_ahead(ahead, nbytes):  # messages stay in order
             return b""
         ahead.append(nbytes)
         return HEADER.pack(_MESSAGE, tag, nbytes, self._untold.pop(tag, 0))
 
     def queue(self, head: bytes, transfer: Transfer, sent: int = 0) -> None:
-        """Let a message go out in its turn; of header and message so many bytes were sent."""
+        """Queue a message, of which ``sent`` bytes, header included, were sent already."""
         if sent < _HEADER_NBYTES:
             self.outgoing.append((memoryview(head)[sent:], None, None))
             sent = _HEADER_NBYTES
         self.outgoing.append((transfer.view[sent - _HEADER_NBYTES :], transfer, None))
 
     def hold(self, transfer: Transfer, tag: int) -> None:
-        """Keep a message until there is credit for it, or until the peer has room."""
+        """Keep a message until there is credit for it, or until the peer has a buffer for it."""
         if tag >> LANE_BITS:
             number = self._offer(transfer, tag)
             self._say(Kind.OFFER, tag, transfer.view.nbytes, number)
@@ -150,7 +150,7 @@ class Peer:
             self._held.setdefault(tag, deque()).append(transfer)
 
     def lend(self, transfer: Lent, tag: int) -> None:
-        """Offer members that the peer may map, or only their content if too many files wait.
+        """Offer members that the peer may map, or only a copy if too many files are outstanding.
 
         Raises:
             LinkClosed: the connection has ended.
@@ -175,13 +175,13 @@ class Peer:
     # ------------------------------------------------------------------ bytes out
 
     def first_out(self) -> tuple[memoryview, Transfer | None, Share | None] | None:
-        """What goes out next; None if there is nothing."""
+        """Return what to send next; None if there is nothing."""
         self._is_content = self._is_within or not self.outgoing
         queue = self.contents if self._is_content else self.outgoing
         return queue[0] if queue else None
 
     def sent(self, nbytes: int) -> None:
-        """So many bytes of what ``first_out`` gave were sent, and its descriptors with them."""
+        """Note that so many bytes of ``first_out`` were sent, and with them its descriptors."""
         queue = self.contents if self._is_content else self.outgoing
         view, transfer, _ = queue[0]
         if nbytes < view.nbytes:
@@ -194,7 +194,7 @@ class Peer:
             transfer.end()
 
     def keep_share(self) -> memoryview:
-        """The system does not hand over what ``first_out`` gave; what to send instead."""
+        """Return what to send instead if the system refuses to hand over ``first_out``."""
         _, tag, nbytes, number = HEADER.unpack(self.outgoing[0][0])
         offer = memoryview(HEADER.pack(Kind.OFFER, tag, nbytes, number))
         self.outgoing[0] = offer, None, None
@@ -203,7 +203,7 @@ class Peer:
     # ------------------------------------------------------------------ what this rank receives
 
     def take(self, tag: int) -> bytes | None:
-        """The next first message; None if none has come."""
+        """Return the next first message; None if none has arrived."""
         arrived = self.arrived.get(tag)
         if not arrived:
             return None
@@ -212,7 +212,7 @@ class Peer:
         return message
 
     def give_out(self, tag: int) -> None:
-        """Hand what has come to the function that accepts all messages with a tag."""
+        """Pass what has arrived to the function that accepts all messages with a tag."""
         arrived, attendance = self.arrived.get(tag), self.attendance
         if not arrived or attendance is None or attendance.error is not None:
             return
@@ -226,10 +226,10 @@ class Peer:
             attendance.prompt()
 
     def post(self, transfer: Transfer, tag: int) -> None:
-        """Let a receive have what has come, or wait for it.
+        """Fill a receive with what has arrived, or queue it.
 
         Raises:
-            LinkClosed: the connection has ended, and nothing that came before is left.
+            LinkClosed: the connection has ended, and nothing that arrived before is left.
         """
         arrived = self.arrived.get(tag)
         if not arrived:
@@ -247,7 +247,7 @@ class Peer:
             self._deliver(transfer, tag, found)
 
     def take_offer(self, transfer: Transfer, number: int) -> None:
-        """Let a receive have what the peer has offered under a number."""
+        """Fill a receive with the peer's offer of that number."""
         nbytes = self._offers[number]
         room = transfer.nbytes if isinstance(transfer, Members) else transfer.view.nbytes
         if isinstance(transfer, Loan) and nbytes == transfer.nbytes:
@@ -278,7 +278,7 @@ class Peer:
             self._note_taken(tag, nbytes)
 
     def _note_taken(self, tag: int, nbytes: int) -> None:
-        """A first message was taken, and its sender hears of it before it has to wait."""
+        """Count a first message as taken; credit its sender before it has to wait."""
         untold = self._untold[tag] = self._untold.get(tag, 0) + 1
         if untold >= CREDIT_EACH or nbytes > CREDIT_FROM_NBYTES:
             del self._untold[tag]
@@ -287,12 +287,12 @@ class Peer:
     # ------------------------------------------------------------------ bytes in
 
     def room(self) -> memoryview:
-        """Where the next bytes belong; never empty."""
+        """Return where to read the next bytes to; never empty."""
         filling = self.filling
         return self._view[self._used :] if filling is None else filling
 
     def received(self, nbytes: int) -> None:
-        """So many bytes are in ``room``, with what was appended to ``descriptors``."""
+        """Process bytes read into ``room``, and the ``descriptors`` that came with them."""
         filling = self.filling
         if filling is None:
             self._used += nbytes
@@ -302,8 +302,8 @@ class Peer:
         else:
             self._conclude()
 
-    def _parse(self) -> None:  # noqa: C901, PLR0912, PLR0915  # one loop, of which each step by itself would cost a call
-        """Take the frames out of what was read; what is left of the last one goes to the front."""
+    def _parse(self) -> None:  # noqa: C901, PLR0912, PLR0915  # one loop: a function for each step would cost a call
+        """Parse the frames that were read, and move an incomplete one to the front."""
         raw, at, end = self._raw, 0, self._used
         while end - at >= _HEADER_NBYTES and not self.ended:
             if self.farewell:
@@ -329,7 +329,7 @@ class Peer:
                 elif not self._may_come(tag, nbytes):
                     self.refuse("more first messages than it may be ahead")
                 else:
-                    # The rest of it is read to where it belongs.
+                    # The rest is read directly into its destination.
                     content = allocate(BufferKind.BYTES, nbytes)
                     room = writable(content.flat)
                     room[: end - at] = self._view[at:end]
@@ -346,7 +346,7 @@ class Peer:
                 self._credit(tag, number)
             elif kind == Kind.FAREWELL and 0 < nbytes <= FAREWELL_MAX_NBYTES:
                 if end - at < nbytes:
-                    at -= _HEADER_NBYTES  # it is read whole
+                    at -= _HEADER_NBYTES  # it is read in one piece
                     break
                 self.farewell = bytes(self._view[at : at + nbytes])
                 at += nbytes
@@ -359,7 +359,7 @@ class Peer:
             self.refuse("a descriptor without a frame")
 
     def _arrive(self, tag: int, content: memoryview | bytes) -> None:  # noqa: C901  # likewise
-        """A message is here whole."""
+        """Deliver or keep a complete message."""
         posted = self._posted.get(tag)
         if posted:
             transfer = posted.popleft()
@@ -378,7 +378,7 @@ class Peer:
         elif arrived and not self._may_come(tag, len(content)):
             self.refuse("more first messages than it may be ahead")
             return
-        arrived.append(bytes(content))  # which copies no bytes
+        arrived.append(bytes(content))  # copies nothing if it is bytes already
         if self.attendance is not None and tag in self.attendance.accepts:
             self.give_out(tag)
             return
@@ -415,13 +415,13 @@ class Peer:
         self.take_offer(transfer, number)
 
     def _give(self, number: int, *, is_held: bool) -> None:
-        """The peer has room for what was offered, or has mapped it."""
+        """Handle the peer's answer to an offer: it has a buffer for it, or has mapped it."""
         transfer, tag = self._offered.get(number, (None, 0))
         is_shared = isinstance(transfer, Lent) and transfer.share is not None
         if transfer is None or (is_held and not is_shared):
             self.refuse("an answer to an offer that was not made")
             return
-        del self._offered[number]  # not before: a thread that waits for it hears of a refusal
+        del self._offered[number]  # not before: a refusal must reach a thread that waits for it
         if isinstance(transfer, Lent):
             self._lent_files -= transfer.files
         if is_held:
@@ -434,7 +434,7 @@ class Peer:
         self.contents.append((transfer.view, transfer, None))
 
     def _begin_content(self, number: int, at: int, end: int) -> int:
-        """Fill a transfer with what has been read of its content; returns where that ends."""
+        """Fill a transfer with the content read so far; return where that ends in the buffer."""
         transfer = self._taken.pop(number, None)
         if transfer is None:
             self.refuse("content that was not requested")
@@ -455,7 +455,7 @@ class Peer:
         return at
 
     def _conclude(self) -> None:
-        """What was being filled is full; there may be more of it."""
+        """Continue with the next buffer of the same content, or finish it."""
         while self._rooms:
             self.filling = self._rooms.popleft()
             if self.filling:
@@ -468,7 +468,7 @@ class Peer:
             self._arrive(*filled)
 
     def _credit(self, tag: int, count: int) -> None:
-        """The peer has taken so many first messages, which may let others go out."""
+        """Handle the peer's report that it has taken ``count`` first messages; send held ones."""
         ahead = self._ahead.get(tag, [])
         if not 0 < count <= len(ahead):
             self.refuse("credit for what was not sent")
@@ -486,14 +486,18 @@ class Peer:
     # ------------------------------------------------------------------ limits and the end
 
     def _may_come(self, tag: int, nbytes: int) -> bool:
-        """Whether the peer may have sent this before what has come is taken."""
+        """Return whether the peer may send this before what has arrived is taken."""
         if tag >> LANE_BITS:
             return True
         waiting: list[int] = [*map(len, self.arrived.get(tag, ()))]  # type: ignore[arg-type]  # no offers
         return may_be_ahead(waiting, nbytes)
 
     def _is_one_too_many(self) -> bool:
-        """Count a word or an offer that has to wait; whether it may not, which ends all."""
+        """Count a small message or an offer that waits; if too many do, end the connection.
+
+        Returns:
+            Whether there are too many.
+        """
         self._waiting += 1
         if self._waiting <= WAITING_MAX:
             return False
@@ -501,7 +505,7 @@ class Peer:
         return True
 
     def _is_one_lane_too_many(self) -> bool:
-        """Whether first messages come in a lane in which they may not, which ends all."""
+        """End the connection if first messages wait in too many lanes; return whether they do."""
         lanes = [of for of, each in self.arrived.items() if each and not of >> LANE_BITS]
         if len(lanes) < WAITING_LANES_MAX:
             return False
@@ -509,13 +513,13 @@ class Peer:
         return True
 
     def refuse(self, what: str) -> None:
-        """End because the peer has sent what no link sends."""
-        self.end(f"rank {self.rank} has sent {what}, which objcomm never does")
+        """End the connection because the peer has sent something that no link sends."""
+        self.end(f"rank {self.rank} has sent {what}, which no link of objcomm does")
 
     def end(self, reason: str) -> None:
-        """End all that is under way; what has come whole can still be taken.
+        """End all outstanding transfers; complete messages can still be taken.
 
-        May be called again, by a thread that was interrupted in the middle of it.
+        May be called again by a thread that was interrupted during the first call.
         """
         self.ended = self.ended or reason
         left = [each for each, _ in self._offered.values()]
