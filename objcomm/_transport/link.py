@@ -1,9 +1,10 @@
-"""What a transport offers to the rooms above: links, their errors, tags and time limits.
+"""The interface of a transport: links, their errors, tags and time limits.
 
-A *link* joins all ranks of a group for bytes in CPU memory. Ranks here are ranks within the group.
+A *link* transfers bytes in CPU memory between all ranks of a group. Ranks here are ranks within the
+group.
 
-What stands at the methods of ``Link`` and ``Connections`` is a contract: the rooms above rely on
-that and on nothing else, and ``check_link`` of ``tests/contracts.py`` holds each link to it.
+The docstrings of ``Link`` and ``Connections`` are a contract. The code above relies on nothing
+else, and ``check_link`` in ``tests/contracts.py`` checks each link against it.
 """
 
 import time
@@ -16,53 +17,56 @@ import torch
 from objcomm._config import FOREVER_SECONDS, Settings, settings
 from objcomm._transport.share import Share
 
-# Tags have 31 bits. First messages of a lane share one tag, so that mismatched operations meet
-# instead of waiting for each other; what follows is told apart by its operation's number.
+# Tags have 31 bits. All first messages of a lane share a tag, so that mismatched operations meet
+# instead of waiting for each other. The tags of later messages include the operation's number.
 LANE_BITS = 12
 _SEQUENCE_BITS = 16
 _PAYLOAD = 1 << (LANE_BITS + _SEQUENCE_BITS)
-#: All of ``receipt_tag``'s have this bit, and no others.
+#: Set in all tags of ``receipt_tag``, and in no others.
 RECEIPT = _PAYLOAD << 1
 _RESULT = _PAYLOAD << 2
-#: What ranks say to each other before all else, where a link does not say it by itself.
+#: For the handshake of ranks on a link that has none of its own.
 WORD_TAG = (1 << 31) - 2
 _LEAST_SECONDS = 0.01
-# The watchdog ends a wait whose limit has passed, and tells the other ranks before the connections
-# close. A link's own limit closes them at once: it comes so much later, for the case that the
-# watchdog's thread gets no turn.
+# The watchdog ends a wait whose limit has passed, and notifies the other ranks before it closes the
+# connections. A link's own limit closes them immediately. It is this much longer, in case the
+# watchdog's thread is not scheduled in time.
 _GRACE_SECONDS = 2.0
 
 
 def head_tag(lane: int) -> int:
-    """The tag of a lane's first messages."""
+    """Return the tag of a lane's first messages."""
     return lane
 
 
 def payload_tag(lane: int, sequence: int) -> int:
-    """The tag of all that follows one operation's first messages."""
+    """Return the tag of what follows the first messages of an operation."""
     return _PAYLOAD | lane << _SEQUENCE_BITS | sequence % (1 << _SEQUENCE_BITS)
 
 
 def receipt_tag(lane: int, sequence: int) -> int:
-    """The tag of what says that a payload has arrived."""
+    """Return the tag of the receipts for a payload."""
     return RECEIPT | lane << _SEQUENCE_BITS | sequence % (1 << _SEQUENCE_BITS)
 
 
 def result_tag(lane: int, sequence: int) -> int:
-    """The tag of what an owner has combined of other ranks' payloads."""
+    """Return the tag of what an owner has combined from the payloads of other ranks."""
     return _RESULT | lane << _SEQUENCE_BITS | sequence % (1 << _SEQUENCE_BITS)
 
 
-#: How the reason of a connection's end begins where its other end, or all its host, is gone.
+#: How the reason begins if a connection ended because the other end, or its host, is gone.
 PEER_LOST = "it died, exited or lost its network"
 HOST_LOST = "its host, or the network on the way there, has failed"
 
 
 class LinkError(Exception):
-    """What a link raises; itself where this process can't make one, and nobody else is at fault.
+    """Raised by a link.
+
+    This base class itself means that this process can't create a link, and that no other rank is at
+    fault.
 
     Attributes:
-        reason: what happened, and whose doing it was as far as the link knows.
+        reason: what happened, and who caused it as far as the link knows.
     """
 
     def __init__(self, reason: str) -> None:
@@ -71,18 +75,18 @@ class LinkError(Exception):
 
 
 class LinkTimeout(LinkError):
-    """The limit of a wait has passed."""
+    """The time limit of a wait has passed."""
 
 
 class LinkClosed(LinkError):
-    """The connection has ended, or could not be made, and its other end is at fault.
+    """The connection has ended or could not be made, and its other end is at fault.
 
-    Or this rank has aborted the link; why, it knows itself. The reason begins with ``HOST_LOST``
-    where the other end's whole host is out of reach.
+    Also raised after this rank itself has aborted the link. The reason begins with ``HOST_LOST`` if
+    the other end's whole host is out of reach.
 
     Attributes:
-        peers: whose connections ended while ranks connect, as far as that is known. Such a rank
-            need not have died: one that hears of a death closes its connections, too.
+        peers: the ranks whose connections ended while ranks were connecting, if known. They need
+            not have died: a rank that learns of a death closes its connections, too.
     """
 
     def __init__(self, reason: str, peers: tuple[int, ...] = ()) -> None:
@@ -91,10 +95,10 @@ class LinkClosed(LinkError):
 
 
 class LinkRefused(LinkError):
-    """One rank can't connect to any other, or not by the transport that it or another one wants.
+    """One rank can't connect to any other, or not with the transport that some rank requires.
 
     Attributes:
-        rank: which.
+        rank: that rank.
     """
 
     def __init__(self, reason: str, rank: int) -> None:
@@ -103,10 +107,10 @@ class LinkRefused(LinkError):
 
 
 class LinkUnreachable(LinkError):
-    """Two ranks can't connect to each other, though both may be well.
+    """Two ranks can't connect to each other, although both may be healthy.
 
     Attributes:
-        ranks: the two ranks; or only the one that could not connect to several others.
+        ranks: the two ranks, or only the one that could not connect to several others.
     """
 
     def __init__(self, reason: str, ranks: tuple[int, ...]) -> None:
@@ -114,51 +118,49 @@ class LinkUnreachable(LinkError):
         self.ranks = ranks
 
 
-#: A transfer under way. What it is, only the link knows that began it: each gives its own. None is
-#: one that is over.
+#: A transfer in progress. Its type is private to the link that began it. None means that the
+#: transfer is complete.
 Pending = Any
 
-#: What a link moves: a flat ``uint8`` tensor; or, out only, bytes.
+#: The memory of a transfer: a flat ``uint8`` tensor, or, to send only, bytes.
 Memory = torch.Tensor | bytes | bytearray | memoryview
 
 
 class Awaitable(Protocol):
-    """What some thread sets, once, and another one waits for."""
+    """An event that one thread sets, once, and another thread waits for."""
 
     def set(self) -> None:
-        """Let the waiting thread go on; any thread may call this, and a signal handler."""
+        """Wake the waiting thread; any thread or signal handler may call this."""
 
     def wait(self, seconds: float = -1) -> bool:
-        """Wait so long, or without end; returns whether it was set."""
+        """Wait for so many seconds, or without a limit; return whether it was set."""
 
 
 class Link(Protocol):
     """Point-to-point transfers between CPU memories; any thread may call any method.
 
-    Transfers of one pair, direction and tag happen in the order in which they were posted, and wait
-    for no others. They move while any thread of this rank waits for one, or asks what is done or
-    closed, and need not at other times. What is sent before its receive is posted is not lost; what
-    is large stays with its sender until then, whose wait ends by an error if the peer ends first. A
-    receive may be longer than what is sent, never shorter: that may end the process. Nothing is a
-    message, too.
+    Transfers with the same pair, direction and tag happen in the order in which they were posted,
+    and wait for no others. They progress while any thread of this rank waits for a transfer, or
+    checks for messages or closed connections; they need not progress at other times. A message that
+    is sent before its receive is posted is not lost. A large one stays with its sender until then,
+    and the sender's wait fails if the peer ends first. A receive may be longer than the message, but not shorter, which may end the process. Messages may be empty.
 
-    The end of a connection wakes who waits for a receive that no byte has reached yet. Whether it
-    wakes who waits for one that is being filled tells ``needs_last_byte_apart``. It need not wake
-    who waits for a send; ``abort`` wakes all who wait for a receive, or for a send by
+    When a connection ends, waits for receives that no byte has reached are woken.
+    ``needs_last_byte_apart`` says that this does not hold for a receive that is being filled. Waits
+    for sends need not be woken. ``abort`` wakes all waits for receives, and those for sends in
     ``wait_apart``.
 
     Attributes:
-        kind: what the log calls it.
-        rank: this one.
+        kind: its name in the log.
+        rank: this rank.
         size: number of ranks.
-        hosts: of each rank, as a number.
-        head_max_nbytes: no first message may be longer.
-        needs_last_byte_apart: whether the last byte of what a receiver waits for must be a transfer
-            of its own, because a receive that is being filled is not woken.
-        is_interruptible: whether a signal ends a wait of the main thread by itself, by what its
-            handler raises.
-        ahead: so many pieces a receiver posts at a time where it answers each; more would keep the
-            answers from leaving.
+        hosts: host number of each rank.
+        head_max_nbytes: maximum length of a first message.
+        needs_last_byte_apart: whether the last byte that a receiver waits for must be a separate
+            transfer, because a receive that is being filled is not woken.
+        is_interruptible: whether a signal handler that raises ends a wait of the main thread.
+        ahead: how many pieces a receiver posts at a time if it answers each; more would keep the
+            answers from being sent.
     """
 
     kind: str
@@ -171,124 +173,126 @@ class Link(Protocol):
     ahead: int
 
     def sharing_with(self, peer: int) -> "Sharing | None":
-        """How large memory is handed over to a rank, and by it, without a copy for each receiver.
+        """Return how to exchange large memory with a rank without a copy for each receiver.
 
-        None where it is not; a pair's two ranks, and all that a link joins on one host, say alike.
+        None if that is not possible. The two ranks of a pair agree on this, and so do all ranks of
+        the link on one host.
         """
 
     def send(self, flat: Memory, peer: int, tag: int) -> Pending:
-        """Begin to send; returns at once, whether or not the peer has asked for it.
+        """Begin to send; returns immediately, whether or not the peer has posted a receive.
 
         Args:
-            flat: contiguous; it must live, and may not change, before the end.
-            peer: to whom; never this rank.
-            tag: 31 bits, of those that the functions of this module give.
+            flat: contiguous memory, which must stay alive and unchanged until the transfer ends.
+            peer: the receiver; never this rank.
+            tag: 31 bits, from one of the functions of this module.
 
         Raises:
-            LinkClosed: the connection is known to have ended; else the wait says so.
+            LinkClosed: the connection is known to have ended; otherwise the wait raises it.
         """
 
     def recv(self, flat: Memory, peer: int, tag: int) -> Pending:
-        """Begin to receive into ``flat``; returns at once. As ``send``.
+        """Begin to receive into ``flat``; returns immediately. See ``send``.
 
         Raises:
-            LinkClosed: as ``send``.
+            LinkClosed: as for ``send``.
         """
 
     def expect(self, peers: Sequence[int], tag: int) -> None:
-        """Be ready for some peers' next first messages, before ``take`` waits for them in turn.
+        """Prepare for the next first messages of some peers, before ``take`` waits for each.
 
-        What can't be is left for ``take`` to raise.
+        If that fails, ``take`` raises the error.
         """
 
     def take(self, peer: int, tag: int, until: float) -> bytes:
-        """Wait for a peer's next first message; by one thread at a time for each peer and tag.
+        """Wait for a peer's next first message; one thread at a time for each peer and tag.
 
-        A link may keep memory ready for it from the first use of a tag on.
+        A link may reserve memory for it from the first use of a tag.
 
         Args:
-            peer: who sends it.
-            tag: of ``head_tag``.
-            until: when to give up, in seconds of ``time.monotonic``; what has come is given out
-                however late it is.
+            peer: the sender.
+            tag: from ``head_tag``.
+            until: when to give up, on the clock of ``time.monotonic``. A message that has arrived
+                is returned however late it is.
 
         Returns:
-            The message; there may be bytes behind the end of a small one.
+            The message; a small one may be followed by extra bytes.
 
         Raises:
-            LinkTimeout: as ``wait``. The next call goes on waiting for the same message.
-            LinkClosed: as ``wait``.
+            LinkTimeout: as for ``wait``. The next call waits for the same message.
+            LinkClosed: as for ``wait``.
         """
 
     def has_come(self, peer: int, tag: int) -> bool:
-        """Whether ``take`` would not wait, as any thread may ask at any time; moves nothing.
+        """Return whether ``take`` would return immediately; any thread may ask at any time.
 
-        False is always right.
+        Moves no bytes. A link may always return False.
         """
 
     def came_late(self, peer: int, tag: int) -> bool:
-        """The same, for the thread that takes them after a wait has raised; returns soon.
+        """Return the same, for the thread that takes the messages after a wait has raised.
 
-        To ask may close the link, and counts as the one wait.
+        Returns soon. May close the link, and counts as the one wait for the message.
         """
 
     def wait(self, pending: Pending, limit: timedelta) -> None:
         """Block until the memory of a transfer may be used again; once for each transfer.
 
-        What has arrived whole is given out also when the connection has ended since. A second wait
-        for the same transfer may have no end.
+        A transfer that is complete succeeds even if the connection has ended since. A second wait
+        for the same transfer may never return.
 
         Args:
             pending: what ``send`` or ``recv`` of this link has returned.
-            limit: how long; a millisecond at least.
+            limit: how long to wait; at least a millisecond.
 
         Raises:
-            LinkTimeout: the limit passed first. Nothing that has arrived is lost; but the link may
-                have closed itself, and is of no more use.
+            LinkTimeout: the limit passed first. Nothing that has arrived is lost, but the link may
+                have closed itself, and can't be used any more.
             LinkClosed: the connection ended first.
         """
 
     def wait_apart(self, wait: Callable[[], None]) -> None:
-        """Do ``wait``, which waits for sends, so that ``abort`` ends it.
+        """Run ``wait``, which waits for sends, so that ``abort`` ends it.
 
-        Where the link's own waits for sends may miss that, a thread of the link's does it. Of sends
-        that the peers have taken it ends as ever, before an abort and after.
+        If the link's own waits for sends may miss an abort, one of the link's threads runs it. For
+        sends that the peers have taken, it succeeds as usual before and after an abort.
 
         Raises:
-            LinkClosed: the link was aborted; that thread may wait on, with what it waits for.
+            LinkClosed: the link was aborted. That thread may keep waiting, and keeps what it waits
+                for.
         """
 
     def is_interrupted(self) -> bool:
-        """Whether a handler or a destructor asks that has interrupted a step of the link.
+        """Return whether the caller is a handler or destructor that interrupted a step of the link.
 
-        It can begin no transfer, and wait for none, before that goes on.
+        It can't begin a transfer or wait for one until that step continues.
         """
 
     def move(self, *, is_awaited: bool = True) -> None:
-        """Move what can be moved just now, and return; for a rank that waits elsewhere.
+        """Move what can be moved now, and return; for a rank that waits for something else.
 
-        Nothing is to be done where a thread of the link's own does so.
+        Does nothing if a thread of the link moves the bytes.
 
         Args:
-            is_awaited: whether any thread waits for one of its ranks. A silent host ends its
-                connections then only: an outage that is over before it matters ends nothing.
+            is_awaited: whether any thread waits for a rank of the link. Only then are connections
+                to a silent host ended: an outage that is over before it matters ends nothing.
         """
 
     def abort(self) -> None:
-        """Close every connection, from any thread, so that every wait raises; also once more.
+        """Close all connections so that all waits raise; any thread may call this repeatedly.
 
-        So do those of peers that wait for this rank.
+        Waits of peers for this rank raise, too.
         """
 
 
 class Borrowed(Protocol):
-    """What ``Sharing.recv_share`` has begun; to be waited for like any transfer.
+    """What ``Sharing.recv_share`` has begun; wait for it as for any transfer.
 
     Attributes:
-        share: the memory, once the wait has ended; None where its content has to be copied, see
+        share: the memory, after the wait; None if its content has to be copied, see
             ``Sharing.recv_instead``.
-        peer: whose it is.
-        number: the link's own.
+        peer: the rank that offers it.
+        number: private to the link.
     """
 
     share: Share | None
@@ -297,153 +301,156 @@ class Borrowed(Protocol):
 
 
 class Sharing(Protocol):
-    """Hands memory over to ranks of this host, which do not copy it."""
+    """Hands memory to ranks of this host, which need not copy it."""
 
     def send_share(
         self, share: Share | None, flats: Sequence[torch.Tensor], peer: int, tag: int
     ) -> Pending:
-        """Begin to hand some members over together; as ``Link.send``.
+        """Begin to hand over some members together; see ``Link.send``.
 
         Args:
-            share: has their content; None where the system gives no such memory.
-            flats: the members, at least one; as for ``Link.send``: a receiver may need a copy.
-            peer: to whom; it calls ``recv_share``.
-            tag: as for ``Link.send``, but none of first messages.
+            share: memory with their content; None if the system provides no such memory.
+            flats: the members, at least one; as for ``Link.send``, because a receiver may need a
+                copy.
+            peer: the receiver, which calls ``recv_share``.
+            tag: as for ``Link.send``, but not one of first messages.
 
         Raises:
-            LinkClosed: as ``Link.send``.
+            LinkClosed: as for ``Link.send``.
         """
 
     def recv_share(self, nbytes: int, peer: int, tag: int) -> Borrowed:
-        """Begin to receive what a peer hands over; as ``Link.recv``.
+        """Begin to receive what a peer hands over; see ``Link.recv``.
 
         Args:
-            nbytes: how long the members are together.
-            peer: who calls ``send_share``.
+            nbytes: total length of the members.
+            peer: the sender, which calls ``send_share``.
             tag: as for ``send_share``.
 
         Raises:
-            LinkClosed: as ``Link.recv``.
+            LinkClosed: as for ``Link.recv``.
         """
 
     def recv_instead(self, borrowed: Borrowed, flats: Sequence[torch.Tensor]) -> Pending:
-        """Begin to receive the members' content where there is no share.
+        """Begin to receive a copy of the members if there is no share.
 
         Args:
-            borrowed: what ``recv_share`` gave; its wait has ended.
-            flats: room for each of them.
+            borrowed: what ``recv_share`` returned, after its wait.
+            flats: memory for each member.
 
         Raises:
-            LinkClosed: as ``Link.recv``.
+            LinkClosed: as for ``Link.recv``.
         """
 
 
 class Connections(Link, Protocol):
-    """A link that knows which of its connections have ended: what a mesh is made of.
+    """A link that knows which of its connections have ended; the basis of a mesh.
 
-    It notices by itself, and soon, that a peer's process has ended to which it is connected. It may
-    be connected to a peer only from the first transfer on that either of the two begins, or from a
-    ``call``.
+    It soon notices by itself when the process of a connected peer ends. A peer may not be connected
+    until one of the two ranks begins the first transfer, or uses ``call``.
     """
 
     def call(self, peer: int) -> None:
-        """Connect to a peer where that was not done, so that its end is noticed; returns soon."""
+        """Connect to a peer if necessary, so that its end is noticed; returns soon."""
 
     def attend(self, peer: int, accepts: Mapping[int, Callable[[bytes], bool]]) -> NoReturn:
-        """Have all first messages of a peer with some tags taken in until its connection has ended.
+        """Take in all first messages of a peer with some tags until its connection has ended.
 
-        Nobody takes them by ``take``. Any thread of this rank that waits for the link may take them
-        in; where none does, the calling one. A peer has one thread that attends to it.
+        Nothing else may ``take`` them. Any thread of this rank that waits for the link may take
+        them in; if there is none, the calling thread does. At most one thread attends to a peer.
 
         Args:
-            peer: who sends them.
-            accepts: by tag, of ``head_tag``: takes one in, as ``take`` gives it, or returns False:
-                then it is asked again after a ``prompt``, and the peer can send no more than a few
-                meanwhile. Called in order, in a step of the link: it may not wait for anything.
-                What it raises ends this.
+            peer: the sender.
+            accepts: by tag of ``head_tag``, a function that takes in a message, as ``take`` returns
+                it, or returns False. It is then called again after a ``prompt``, and the peer can
+                send only a few messages meanwhile. It is called in order, during a step of the
+                link, and must not wait for anything. An exception that it raises ends this call.
 
         Raises:
-            LinkClosed: the connection has ended, and what had come before was given out.
+            LinkClosed: the connection has ended, and all that had arrived was taken in.
         """
 
     def prompt(self, peer: int) -> None:
-        """Let the attending thread ask again what was not accepted; never waits."""
+        """Make the attending thread retry what was not accepted; never waits."""
 
     def signal(self) -> Awaitable:
-        """Something to wait for, once, while the calling thread moves the link.
+        """Return an event to wait for, once; the waiting thread moves the link.
 
-        It waits on where the connection ends, until it is set.
+        The end of a connection does not end the wait.
         """
 
     def await_delivery(self, until: float) -> None:
-        """Return when other hosts have what was sent to them, or when ``time.monotonic`` is there.
+        """Return when other hosts have received everything, or when ``until`` has come.
 
-        What this process has sent, and they don't have yet, may be lost if it ends.
+        Bytes that they have not received may be lost if this process ends.
+
+        Args:
+            until: on the clock of ``time.monotonic``.
         """
 
     def closed(self) -> Sequence[int]:
-        """The peers to whom the connection is closed, on whichever side it began.
+        """Return the peers whose connection is closed, whichever side closed it.
 
-        Closes none, and makes none.
+        Neither closes nor opens a connection.
         """
 
     def has_lost_any(self) -> bool:
-        """Whether some connection is known here to have ended; asks nobody, and may know none."""
+        """Return whether a connection is known to have ended; does not check, and may miss one."""
 
     def is_closed(self, peer: int) -> bool:
-        """Whether the connection to one peer is."""
+        """Return whether the connection to a peer is closed."""
 
     def is_out_of_reach(self, peer: int) -> bool:
-        """Whether it has ended by an outage of the peer's host, which may be over by now."""
+        """Return whether it ended by an outage of the peer's host, which may be over by now."""
 
     def has_lost_all(self) -> bool:
-        """Whether it is connected to all others, and all of that is closed."""
+        """Return whether this rank was connected to all others, and all connections are closed."""
 
     def closed_by(self) -> Sequence[int]:
-        """The peers that had closed their connections before this rank did; may close the rest."""
+        """Return the peers that closed their connections before this rank; may close the rest."""
 
     def abort(self, farewell: bytes = b"") -> None:
         """See ``Link``.
 
         Args:
-            farewell: what ``farewell_of`` gives on the peers, where there is room for it.
+            farewell: what ``farewell_of`` returns on the peers, if there is room to send it.
         """
 
     def farewell_of(self, peer: int) -> bytes:
-        """What a peer has said as it aborted the link; empty where it has said nothing."""
+        """Return what a peer sent when it aborted the link; empty if it sent nothing."""
 
     def has_unread(self, peer: int) -> bool:
-        """Whether bytes of a peer are in this host's memory, and the thread that moves is late.
+        """Return whether bytes of a peer have reached this host, but the moving thread is late.
 
-        False where a thread of the link's own takes them in.
+        False if one of the link's threads reads them.
         """
 
     def unread(self) -> Sequence[bytes]:
-        """First messages that have come before their receives were posted, also after ``abort``.
+        """Return first messages that arrived before their receives, even after ``abort``.
 
-        Those that the link can't see are left out.
+        Those that the link can't see are missing.
         """
 
     def refuse(self) -> None:
-        """Let every send to this rank fail from now on, where that can be; what came stays here.
+        """Make all further sends to this rank fail, if possible; what has arrived is kept.
 
-        To be followed by ``abort``.
+        Must be followed by ``abort``.
         """
 
     def beside(self, peers: Sequence[int]) -> Sequence[int]:
-        """The other ranks on the hosts of some peers, those included, in order."""
+        """Return the other ranks on the hosts of some peers, including those peers, in order."""
 
 
 class Deadline:
-    """A time limit that all waits of one operation share; between them it does not count.
+    """A time limit that all waits of an operation share; time between the waits does not count.
 
-    ``Lane.begin`` and ``Lane.end`` say when it does.
+    ``Lane.begin`` and ``Lane.end`` start and stop it.
 
     Attributes:
-        seconds: how long it is.
-        settings: the options in force, for the connections that this operation has to make.
-        remaining: how much of it is left between two waits.
-        until: when the wait that counts now has to end, in seconds of ``time.monotonic``.
+        seconds: the whole limit.
+        settings: the options in force, for connections that the operation has to make.
+        remaining: what is left of it between two waits.
+        until: when the current wait has to end, on the clock of ``time.monotonic``.
     """
 
     __slots__ = ("remaining", "seconds", "settings", "until")
@@ -454,30 +461,30 @@ class Deadline:
         self.until = time.monotonic() + self.remaining
 
     def restart(self) -> None:
-        """Count from now, all of it."""
+        """Start the whole limit again."""
         self.remaining = self.seconds
         self.until = time.monotonic() + self.remaining
 
     def leave(self, seconds: float) -> None:
-        """Let the next wait have so much at least, and say so if it does not do."""
+        """Leave at least so many seconds to the next wait; errors report the longer limit."""
         self.seconds = max(self.seconds, seconds)
         self.remaining = max(self.remaining, seconds)
 
     @property
     def has_passed(self) -> bool:
-        """Whether nothing is left."""
+        """Whether no time is left."""
         return time.monotonic() >= self.until
 
     @property
     def seconds_left(self) -> float:
-        """How much is left, for a part of the operation that has a limit of its own; never 0."""
+        """Time left for a part of the operation that has its own limit; never 0."""
         return max(_LEAST_SECONDS, self.until - time.monotonic())
 
     @property
     def gives_up_at(self) -> float:
-        """When a link ends a wait by itself (``time.monotonic``); see ``_GRACE_SECONDS``."""
+        """When a link's own limit ends a wait (``time.monotonic``); see ``_GRACE_SECONDS``."""
         return self.until + _GRACE_SECONDS
 
     def left(self) -> timedelta:
-        """How long a link may wait: see ``_GRACE_SECONDS``."""
+        """Return how long a link may wait; see ``_GRACE_SECONDS``."""
         return timedelta(seconds=max(0.0, self.until - time.monotonic()) + _GRACE_SECONDS)
