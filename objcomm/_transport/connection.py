@@ -1,16 +1,17 @@
-"""One connection between two ranks: its sockets, from the first word over them to their end.
+"""The connection between two ranks: its sockets, from the handshake to the end.
 
-Each rank of a pair may have called the other at the same time. Then each sends over its own call,
-and reads what comes over the other's, the ``inlet``.
+The two ranks may call each other at the same time. Each then sends on the connection that it
+opened, and reads from the other one, the ``inlet``.
 
-Bytes that the system has taken from a sender reach a peer on the same host whatever follows. Those
-for another host are still on their way, and are lost if this end is closed while something from
-there lies unread. So closing such a connection waits until the other host's system has them, for a
-third of a second at most.
+Bytes that the system has accepted from a sender reach a peer on the same host whatever follows.
+Bytes for another host are still on their way, and are lost if this end is closed while data from
+that host is unread. So closing such a connection waits until the other host's system has them, for
+a third of a second at most.
 
-A host that loses its power or its network closes nothing. The system probes connections that are
-idle, and ends them; a connection in use is ended here once an answer is due and nothing has been
-heard for too long. A process that computes, or is stopped, is not silent: its system answers.
+A host that loses power or its network closes nothing. The system probes idle connections, and ends
+them if nothing answers. A connection in use is ended here when an answer is due and nothing was
+heard for too long. A process that computes, or is stopped, is not silent, because its system
+answers.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ if TYPE_CHECKING:
 
     from objcomm._transport.link import Memory
 
-# One of a process's open files, as it travels.
+# An open file of a process, as it is transferred.
 _DESCRIPTOR = Struct("i")
 _RIGHTS_NBYTES = socket.CMSG_SPACE(FILES_MAX * _DESCRIPTOR.size)
-# Other systems than Linux lack some of these, and have no such link; but this module is imported
-# there. A plain number, because an IntFlag's ``&`` takes 1.6 µs.
+# Only Linux has all of these, and such a link, but this module is imported on other systems. A
+# plain number, because ``&`` of an IntFlag takes 1.6 µs.
 _TRUNCATED = int(getattr(socket, "MSG_CTRUNC", 0))
 _IN, _OUT = getattr(select, "EPOLLIN", 0), getattr(select, "EPOLLOUT", 0)
 
-# At most this much of a large message goes out, or comes in, before others get a turn.
+# The most that a large message sends or receives before other connections get a turn.
 _TURN_NBYTES = 4 << 20
-# How long the other host's system gets to receive what was sent before an end. It is less than the
-# time for which a thread waits for the one that may close connections, see ``noticeboard``.
+# How long the other host's system gets to receive what was sent before an end. Less than the time
+# for which a thread waits for the one that may close connections, see ``noticeboard``.
 _DELIVERY_SECONDS = 0.3
 
 _CLOSED = f"{PEER_LOST} (its end of the stream is closed)"
@@ -56,36 +57,36 @@ TORN = "this rank was interrupted in the middle of a message"
 
 
 class Renewing(Protocol):
-    """Makes connections anew, see ``calling``."""
+    """Calls a peer again, see ``calling``."""
 
     def let_in(self) -> None:
-        """Listen to all that have called."""
+        """Accept the callers that are waiting."""
 
     def calls_again(self, connection: Connection, error: OSError) -> bool:
-        """Whether a connection that the system ended is to be called again, and has no socket."""
+        """Return whether a failed connection will be called again; if so, close its socket."""
 
 
 class Connection:
-    """See the module; all but ``has_ended_there`` with the mover's lock held.
+    """See the module docstring. Every method but ``has_ended_there`` requires the mover's lock.
 
     Attributes:
-        peer: what goes over it.
-        socket: to the peer, and from it unless there is an ``inlet``.
-        inlet: where what it sends comes, if each has called the other.
-        word: what the peer has yet to say before all else.
-        own_word: what this rank has yet to say.
-        is_open: whether more than that may be sent: who is there on another host is not known
-            before the peer has said its word.
-        called: when this rank began to call, if it did.
-        called_way: when it last did.
-        way: at which of the peer's addresses it calls next.
-        is_to_call: whether that has failed, and is to be done again.
-        failed: why nothing more can be sent, though what came before may lie unread.
-        silence: how long the peer's host has answered nothing; None for this host.
-        is_watched: whether the mover is woken when there is room to send.
-        is_hung_up: whether this end was shut by a thread that could not end it whole.
+        peer: the protocol with the peer.
+        socket: sends to the peer, and receives from it unless there is an ``inlet``.
+        inlet: the socket that receives, if both ranks have called each other.
+        word: the part of the peer's handshake that has yet to arrive.
+        own_word: the part of this rank's handshake that has yet to be sent.
+        is_open: whether more than the handshake may be sent. A peer on another host is not
+            identified before its handshake has arrived.
+        called: when this rank began to call; 0 if it did not.
+        called_way: when it called last.
+        way: index of the peer's address to call.
+        is_to_call: whether the call has failed and has to be repeated.
+        failed: why nothing more can be sent, although received data may be unread.
+        silence: measures how long the peer's host has not answered; None for this host.
+        is_watched: whether the mover is woken when the system can take more bytes.
+        is_hung_up: whether this end was shut down by a thread that could not end it completely.
         was_ended_there: whether the peer closed it.
-        undelivered: sockets that were ended here, and are not closed yet.
+        undelivered: sockets that were ended here but not closed yet.
     """
 
     __slots__ = (
@@ -119,14 +120,14 @@ class Connection:
         lost_seconds: float | None,
         calling: Renewing | None = None,
     ) -> None:
-        """Begin.
+        """Create a connection whose socket is used from ``attach`` on.
 
         Args:
             rank: the peer's.
             end: its socket, or one that has yet to be connected.
-            mover: moves what goes over it, from ``attach`` on.
-            lost_seconds: for how long the peer's host may answer nothing; None for this host.
-            calling: makes it anew where nobody was there yet.
+            mover: handles events on its sockets.
+            lost_seconds: how long the peer's host may stay silent; None for this host.
+            calling: calls the peer again if it was not reached; None if that never happens.
         """
         self.peer = Peer(rank)
         self.socket = end
@@ -151,7 +152,7 @@ class Connection:
         return self._lost_seconds is not None
 
     def attach(self, end: socket.socket) -> None:
-        """Use a socket of its own, to send over as well unless it is an ``inlet``."""
+        """Start watching a socket: the one to send on, or the ``inlet``."""
         if self._lost_seconds is not None:
             silence = Silence(end, self._lost_seconds)
             if end is self.socket:
@@ -160,20 +161,20 @@ class Connection:
         self._mover.watch(end, self)
 
     def detach(self) -> None:
-        """Close the socket over which it sends; another one takes its place."""
+        """Close the socket that it sends on, before another one replaces it."""
         self._mover.let_go(self.socket)
         self.is_watched = False
 
     def sockets(self) -> list[socket.socket]:
-        """Its one, or two; none while it is to be called again."""
+        """Return its one or two sockets; none while the peer has to be called again."""
         if self.is_to_call:
             return []
         return [self.socket] if self.inlet is None else [self.socket, self.inlet]
 
     def has_ended_there(self) -> bool:
-        """Whether the other end is known to have closed it."""
+        """Return whether the other end is known to have closed it."""
         if self.is_far and self.own_word:
-            return False  # a call that has failed may be made again
+            return False  # a failed call may be repeated
         return any(map(_has_ended, self.sockets()))
 
     # ------------------------------------------------------------------ out
@@ -183,11 +184,11 @@ class Connection:
 
         Args:
             flat: the message.
-            view: the same as the system takes it.
+            view: the same as a byte view for system calls.
             tag: its tag.
 
         Returns:
-            The transfer; None if the system has taken all of it.
+            The transfer; None if the system has accepted the whole message.
         """
         peer, nbytes, sent = self.peer, view.nbytes, 0
         head = peer.head_of(nbytes, tag)
@@ -212,14 +213,14 @@ class Connection:
         return transfer
 
     def carry_out(self) -> None:
-        """Let what the protocol wants happen: frames go out, or the connection ends."""
+        """Send the queued frames, or end the connection if the protocol has ended."""
         if self.peer.ended:
             self.end(self.peer.ended)
         else:
             self.flush()
 
     def flush(self) -> None:
-        """Send as much as the system has room for; the rest waits."""
+        """Send as much as the system takes; the rest waits."""
         if self.is_to_call or self.peer.ended:
             return
         peer, left = self.peer, _TURN_NBYTES
@@ -240,7 +241,7 @@ class Connection:
         self._watch_room()
 
     def _hand_over(self, frame: memoryview, share: Share) -> int:
-        """Send an offer with its descriptors; or without, where too many are on their way."""
+        """Send an offer with its descriptors, or without if too many are in transit."""
         files = b"".join(map(_DESCRIPTOR.pack, share.descriptors))
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, files)
         try:
@@ -251,18 +252,18 @@ class Connection:
             return self.socket.send(self.peer.keep_share(), socket.MSG_NOSIGNAL)
 
     def _has_no_room(self, error: OSError) -> None:
-        """The system takes no bytes; that the peer is gone, the mover reads."""
+        """Handle an error of a send; that the peer is gone is left for ``read`` to find out."""
         if isinstance(error, (BlockingIOError, BrokenPipeError, ConnectionResetError)):
             return
         if not isinstance(error, ConnectionRefusedError) and not is_an_outage(error):
             self.end(f"nothing can be sent to rank {self.peer.rank} ({error})")
         elif self.is_open:
-            self.failed = why(error)  # what came before it may lie unread
+            self.failed = why(error)  # data that came before may be unread
         else:
             self.lose(error)
 
     def _watch_room(self) -> None:
-        """Be woken when there is room again, as long as something waits for it."""
+        """Ask to be woken when the system takes more bytes, while something waits to be sent."""
         peer = self.peer
         is_waiting = self.is_open and (peer.outgoing or peer.contents)
         is_wanted = bool(self.own_word or is_waiting)
@@ -276,10 +277,10 @@ class Connection:
         """See ``Socketed``."""
         try:
             if event & ENDS and self.word and self._calling is not None:
-                self._calling.let_in()  # the peer may have called as well, and said more there
+                self._calling.let_in()  # the peer may have called as well, and sent more there
             if event & _OUT:
                 self.flush()
-            # It may have ended by that, or have another socket now.
+            # That may have ended it or replaced its socket.
             if event & ~_OUT and self._mover.sockets.get(descriptor) is self:
                 if self.inlet is None or self.inlet.fileno() == descriptor:
                     self.read(is_ending=bool(event & ENDS))
@@ -290,7 +291,7 @@ class Connection:
             raise
 
     def read(self, *, is_ending: bool) -> None:
-        """Take in what has come; all of it where the other end has closed it."""
+        """Read what has arrived; all of it if the other end has closed the connection."""
         peer, left = self.peer, _TURN_NBYTES
         end = self.inlet or self.socket
         try:
@@ -305,7 +306,7 @@ class Connection:
                     count, rights, flags, _ = end.recvmsg_into(
                         (into,), _RIGHTS_NBYTES, socket.MSG_CMSG_CLOEXEC
                     )
-                    if rights or flags & _TRUNCATED:  # what follows them is not read with them
+                    if rights or flags & _TRUNCATED:  # a read stops after descriptors
                         files = [n for *_, each in rights for (n,) in _DESCRIPTOR.iter_unpack(each)]
                         share = Share(files)
                         peer.descriptors.append(None if flags & _TRUNCATED else share)
@@ -314,7 +315,7 @@ class Connection:
                     return
                 left -= count
                 peer.received(count)
-                # If it is watched, the mover, which this thread is, is told when there is room.
+                # If it is watched, the mover, which is this thread, learns when there is room.
                 if ((peer.outgoing or peer.contents) and not self.is_watched) or peer.ended:
                     self.carry_out()
                 if count < len(into) and not is_ending:  # there was no more
@@ -325,7 +326,7 @@ class Connection:
             self.lose(error)
 
     def _has_heard_word(self) -> bool:
-        """Read what the peer has to say before all else; False if the connection has ended."""
+        """Read the rest of the peer's handshake; return False if the connection has ended."""
         end = self.inlet or self.socket
         while self.word:
             said = end.recv(len(self.word))
@@ -341,12 +342,12 @@ class Connection:
         return not self.peer.ended
 
     def open(self) -> None:
-        """The peer has proved who it is: send what has waited for that."""
+        """Send what was waiting for the peer to prove its identity."""
         self.is_open = True
         self.flush()
 
     def _hear_own_call(self) -> None:
-        """Over this rank's own call nothing comes where both have called, except its end."""
+        """Handle an event on this rank's own call when both have called; only its end may come."""
         closed = _CLOSED
         try:
             said = self.socket.recv(1)
@@ -359,14 +360,14 @@ class Connection:
             return
         inlet = self.inlet
         while not self.peer.ended and inlet is not None and has_bytes(inlet):
-            self.read(is_ending=True)  # what the peer sent before is here whole
+            self.read(is_ending=True)  # what the peer sent before is here completely
         if inlet is not None and self._lost_seconds is not None and not self.peer.ended:
-            # Between hosts what it sent before may be on its way, and then comes the end of that.
+            # Between hosts, data that it sent before may still be on its way, followed by its end.
             self.detach()
             self.socket, self.inlet = inlet, None
             self.is_open, self.failed = False, self.failed or closed
             self.silence = Silence(inlet, self._lost_seconds)
-            with contextlib.suppress(OSError):  # the other rank may live, and wait for more
+            with contextlib.suppress(OSError):  # the other rank may be alive and wait for more
                 inlet.shutdown(socket.SHUT_WR)
             return
         self.was_ended_there = not self.is_hung_up
@@ -375,33 +376,33 @@ class Connection:
     # ------------------------------------------------------------------ the end
 
     def _hear_end(self) -> None:
-        """Nothing more will come."""
+        """End it because no more data will come."""
         self.was_ended_there = self.was_ended_there or not self.is_hung_up
         self.end(OWN_DOING if self.is_hung_up else self.failed or _CLOSED)
 
     def lose(self, error: OSError) -> None:
-        """End by what the system says of it; or call again, if nobody was there yet."""
+        """Handle a system error: call again if the peer was not reached yet, or end."""
         if self._calling is None or not self._calling.calls_again(self, error):
             self.was_ended_there = True
             self.end(self.failed or why(error))
 
     def _say_farewell(self, farewell: bytes) -> None:
-        """Tell the peer whose loss makes this rank leave, unless other bytes have yet to go out."""
+        """Report whose loss makes this rank leave, unless other bytes are waiting to be sent."""
         peer = self.peer
         is_free = self.is_open and not (self.own_word or peer.outgoing or peer.contents)
         if is_free and not peer.ended and 0 < len(farewell) <= FAREWELL_MAX_NBYTES:
-            with contextlib.suppress(OSError):  # no room, or it has left
+            with contextlib.suppress(OSError):  # the system takes nothing, or the peer has left
                 head = HEADER.pack(Kind.FAREWELL, 0, len(farewell), 0)
                 self.socket.send(head + farewell, socket.MSG_NOSIGNAL)
 
     def lose_host(self) -> None:
-        """End because the peer's host answers nothing; what has come before is here."""
+        """End it because the peer's host does not answer; what has arrived is kept."""
         self.read(is_ending=True)
         self.was_ended_there = True
         self.end(f"{HOST_LOST} (it answers nothing)")
 
     def leave(self, farewell: bytes) -> None:
-        """End by this rank's own doing; what has come before is here, if not asked for."""
+        """End it on this rank's decision; what has arrived is kept, even if not asked for."""
         if self._is_ended:
             return
         try:
@@ -414,12 +415,12 @@ class Connection:
             self.end(OWN_DOING)
 
     def refuse(self, what: str) -> None:
-        """End because the peer has sent what no link sends."""
+        """End it because the peer has sent something that no link sends."""
         self.peer.refuse(what)
         self.end(self.peer.ended)
 
     def end(self, reason: str) -> None:
-        """Close it, and end all that is under way."""
+        """Close its sockets and end all of its transfers."""
         if self._is_ended:
             return
         is_to_deliver = self.is_far and reason is OWN_DOING and not self.is_hung_up
@@ -432,14 +433,14 @@ class Connection:
                     self._mover.unwatch(end)
         finally:
             self.peer.end(reason)
-        self._is_ended = True  # else a signal's handler has raised, and it is done once more
+        self._is_ended = True  # not reached if a signal handler has raised; then it is repeated
 
 
 def close_when_delivered(ends: Sequence[socket.socket]) -> None:
-    """Close sockets when the other hosts' systems have what was sent, or a moment later."""
+    """Close sockets once the other hosts have what was sent, or a moment later."""
     for end in ends:
         with contextlib.suppress(OSError):
-            end.shutdown(socket.SHUT_WR)  # the other ends hear at once that nothing more comes
+            end.shutdown(socket.SHUT_WR)  # tells the other ends immediately that nothing more comes
     try:
         await_delivery(ends, time.monotonic() + _DELIVERY_SECONDS, is_draining=True)
     finally:
@@ -449,37 +450,37 @@ def close_when_delivered(ends: Sequence[socket.socket]) -> None:
 
 
 def is_an_outage(error: OSError) -> bool:
-    """Whether the system says that a host is out of reach."""
+    """Return whether an error means that a host is out of reach."""
     return is_outage(os.strerror(error.errno or 0))
 
 
 def why(error: OSError) -> str:
-    """What an error of the system says about the other end."""
+    """Return what a system error says about the other end."""
     told = os.strerror(error.errno or 0)
     return f"{HOST_LOST if is_outage(told) else PEER_LOST} ({told})"
 
 
 def has_bytes(end: socket.socket) -> bool:
-    """Whether something can be read, or the end of all."""
+    """Return whether data, or the end of the stream, can be read."""
     watched = select.poll()
-    with contextlib.suppress(ValueError):  # it was closed meanwhile
+    with contextlib.suppress(ValueError):  # it was closed in the meantime
         watched.register(end, select.POLLIN)
     return bool(watched.poll(0))
 
 
 def has_unread(end: socket.socket) -> bool:
-    """Whether bytes can be read, the end of all not counted; takes none, and no error either."""
+    """Return whether data, not counting the end, can be read; reads no data and no error."""
     import fcntl  # noqa: PLC0415  # Windows has none
     import termios  # noqa: PLC0415  # likewise
 
     try:
         return any(fcntl.ioctl(end, termios.FIONREAD, bytes(4)))
-    except (OSError, ValueError):  # it was closed meanwhile
+    except (OSError, ValueError):  # it was closed in the meantime
         return False
 
 
 def _has_ended(end: socket.socket) -> bool:
-    """Whether the other end is known to have closed it; what it sent before may still come."""
+    """Return whether the other end is known to have closed it; earlier data may still arrive."""
     if end.fileno() < 0:
         return True
     watched = select.poll()

@@ -1,11 +1,11 @@
-"""Where ranks listen for each other, and what they say first to prove who they are.
+"""Where ranks listen for each other, and the handshake with which they prove who they are.
 
-Ranks of one host find each other by names in no file, and the kernel says whose process is there:
-one of another user is sent away before it can say anything. Other hosts reach a rank over TCP.
-Either way both ends say a *word*, which only a rank that has met the others can make: it is made
-with the meeting's session, which is stored nowhere, and with the user's key if there is one. Over
-TCP it is also made with the address that was called: a process at another address that passes it on
-gets no further.
+Ranks on one host find each other by the names of abstract Unix sockets. The kernel reports the
+owner of each process, so a process of another user is rejected before it can say anything. Ranks on
+other hosts connect by TCP. In both cases, both ends send a handshake, here called *word*, which
+only a rank that has met the others can compute: it depends on the meeting's session, which is
+stored nowhere, and on the user's key if there is one. Over TCP it also depends on the address that
+was called, so that a process at another address can't relay it.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -40,21 +40,21 @@ if TYPE_CHECKING:
 _NAME = re.compile("[0-9a-f]{32}")
 _PROOF_NBYTES = 16
 _WORD = struct.Struct(f"<I{_PROOF_NBYTES}s{_PROOF_NBYTES}s")
-# Only hosts of containers have more, and those lead nowhere.
+# Only hosts of containers have more, and those addresses lead nowhere.
 _ADDRESSES_MAX = 16
-# For so long the system waits for a caller's first bytes before it shows the caller.
+# How long the system waits for a caller's first bytes before it shows the caller.
 _SAID_WITHIN_SECONDS = 30
-# A rank accepts so many callers before it does anything else.
+# How many callers a rank accepts before it does anything else.
 _TURN = 64
-#: What went wrong in this process itself, whichever rank it was about to connect to.
+#: Errors whose cause is this process itself, whichever rank it was connecting to.
 OWN_FAULTS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 
 class OtherKeyError(PermissionError):
-    """A rank of this meeting whose key is not this rank's.
+    """A rank of this meeting has a different key.
 
     Attributes:
-        peer: which.
+        peer: that rank.
     """
 
     def __init__(self, peer: int) -> None:
@@ -63,15 +63,15 @@ class OtherKeyError(PermissionError):
 
 
 class Place(NamedTuple):
-    """Where a rank can be reached; what others are told of it is one word.
+    """Where a rank can be reached; encoded as one word for the other ranks.
 
     Attributes:
         transport: what the rank's user has chosen.
         host: its host's name, for errors.
-        name: of its Unix socket; empty where it has none.
-        port: for other hosts; 0 where there is none.
+        name: name of its Unix socket; empty if it has none.
+        port: TCP port for other hosts; 0 if it has none.
         lacks: why it has no name or no port; empty if nothing went wrong.
-        addresses: of its host, the likeliest first; none where there is no port.
+        addresses: addresses of its host, the likeliest first; empty if it has no port.
     """
 
     transport: Transport
@@ -82,13 +82,13 @@ class Place(NamedTuple):
     addresses: tuple[str, ...] = ()
 
     def told(self) -> str:
-        """As one word."""
+        """Return it as one word."""
         *fields, addresses = self
         return ",".join(quote(str(each), safe=":") for each in (*fields, *addresses))
 
     @classmethod
     def of(cls, told: str) -> Self:
-        """The inverse of ``told``.
+        """Return the place that ``told`` encodes.
 
         Raises:
             WireError: no rank wrote it.
@@ -106,11 +106,11 @@ class Place(NamedTuple):
 
 
 class Door:
-    """Where other ranks reach this one while they connect; a context that closes it.
+    """Where other ranks reach this one while they connect; a context manager that closes it.
 
     Attributes:
-        place: what the others are told of it.
-        listeners: where they come: those of this host to the first, those of others to the second.
+        place: what the others learn about it.
+        listeners: sockets on which others call: first that for this host, then that for others.
     """
 
     def __init__(self, place: Place, listeners: tuple[socket.socket, ...] = ()) -> None:
@@ -121,12 +121,12 @@ class Door:
     def opened(
         cls, transport: Transport, addresses: Sequence[str], ports: Sequence[int] = ()
     ) -> Self:
-        """One that others can find; one without listeners where the system gives none.
+        """Return a door that others can find; it lacks listeners that the system can't provide.
 
         Args:
             transport: what the user has chosen.
-            addresses: of this host, for others.
-            ports: those of which one may be used for other hosts; any if empty.
+            addresses: this host's addresses for other hosts.
+            ports: allowed ports for other hosts; any if empty.
         """
         place = Place(transport, socket.gethostname())
         if transport == "gloo":
@@ -138,7 +138,7 @@ class Door:
                 near = in_vain.enter_context(socket.socket(socket.AF_UNIX))
                 place = place._replace(name=secrets.token_hex(16))
                 near.bind(_unix_address(place.name))
-                near.listen(socket.SOMAXCONN)  # strangers wait there, too
+                near.listen(socket.SOMAXCONN)  # unknown processes wait there, too
                 near.settimeout(0)
             except OSError as error:
                 return cls(_without(place._replace(name=""), error))
@@ -161,7 +161,7 @@ class Door:
 
 
 def _without(place: Place, error: OSError) -> Place:
-    """A place that lacks something. Where this process itself is at fault, all ranks must raise."""
+    """Return a place that lacks something. If this process is at fault, all ranks must raise."""
     is_own = error.errno in OWN_FAULTS or error.errno == errno.EADDRINUSE
     return place._replace(
         transport="streams" if is_own else place.transport, lacks=error.strerror or str(error)
@@ -169,7 +169,7 @@ def _without(place: Place, error: OSError) -> Place:
 
 
 def _listener(addresses: Sequence[str], ports: Sequence[int]) -> socket.socket:
-    """One that hears other hosts at all of these addresses, and at one of these ports.
+    """Return a listener for other hosts, on all of these addresses and one of these ports.
 
     Raises:
         OSError: there is no such address, or no such port is free.
@@ -183,14 +183,14 @@ def _listener(addresses: Sequence[str], ports: Sequence[int]) -> socket.socket:
     for port in random.sample(ports, len(ports)) or [0]:
         with contextlib.ExitStack() as in_vain:
             listener = in_vain.enter_context(socket.socket(family))
-            _prepare(listener)  # the sockets that it accepts inherit these options
-            # Connections that an earlier one at this port let in may not have ended yet.
+            _prepare(listener)  # accepted sockets inherit these options
+            # Connections accepted by an earlier listener on this port may not have ended yet.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 is_alone = socket.AF_INET not in families
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, is_alone)
             with contextlib.suppress(OSError):  # a sandbox may not have it
-                # A stranger that says nothing takes no descriptor, and a rank's word is there.
+                # A silent caller occupies no descriptor, and accepted ranks have sent a handshake.
                 wait = socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SAID_WITHIN_SECONDS
                 listener.setsockopt(*wait)
             try:
@@ -210,16 +210,16 @@ def _listener(addresses: Sequence[str], ports: Sequence[int]) -> socket.socket:
 
 def _prepare(end: socket.socket) -> None:
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # From its beginning: so it is known for one of objcomm's, see ``sockets.notice_outages``.
+    # From the beginning, so that ``sockets.notice_outages`` recognizes it as objcomm's.
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def own_addresses(store: dist.Store) -> list[str]:
-    """The addresses of this host at which ranks on other hosts may call, the likeliest first.
+    """Return the addresses of this host for ranks on other hosts, the likeliest first.
 
     These are the addresses of the interface that ``GLOO_SOCKET_IFNAME`` names, or else of all
-    interfaces that are up: first the one by which this process reaches the store. Loopback leads to
-    no other host, so it is used only on a machine that has nothing else.
+    interfaces that are up, starting with the one through which this process reaches the store.
+    Loopback leads to no other host, so it is used only on a machine that has nothing else.
 
     Args:
         store: where the ranks meet.
@@ -238,9 +238,10 @@ def own_addresses(store: dist.Store) -> list[str]:
 
 
 def _leading_elsewhere(addresses: Iterable[str]) -> list[str]:
-    """The addresses at which other hosts may reach this one: IPv4 first, link-local last."""
+    """Return the addresses at which other hosts may reach this one: IPv4 first, link-local last."""
     found = [ip_address(each) for each in dict.fromkeys(addresses)]
-    # To use a link-local one of IPv6 another host must know by which of its own cards.
+    # To use a link-local IPv6 address, another host must know which of its own interfaces leads
+    # there.
     ways = [
         each
         for each in found
@@ -250,25 +251,25 @@ def _leading_elsewhere(addresses: Iterable[str]) -> list[str]:
 
 
 def _unix_address(name: str) -> str:
-    """Of a socket that has no file, and is gone with its process."""
+    """Return the address of an abstract socket, which disappears with its process."""
     return f"\0objcomm/{name}"
 
 
 class Words:
-    """What two ranks say to each other first.
+    """Computes the handshakes of pairs of ranks.
 
     Attributes:
-        nbytes: the length of a word.
+        nbytes: length of a handshake.
     """
 
     nbytes = _WORD.size
 
     def __init__(self, session: str, secret: bytes | None) -> None:
-        """Begin.
+        """Derive the keys.
 
         Args:
-            session: of the meeting.
-            secret: of the user's key, if there is one.
+            session: session of the meeting.
+            secret: secret of the user's key, if there is one.
         """
         self._session = bytes.fromhex(session)
         self._key = hashlib.blake2b(
@@ -276,12 +277,12 @@ class Words:
         ).digest()
 
     def said(self, rank: int, to: int, where: str = "") -> bytes:
-        """What one rank says to another.
+        """Return what one rank sends to another.
 
         Args:
-            rank: the one that says it.
-            to: the other one.
-            where: the address of the one that was called, as both know it.
+            rank: the sender.
+            to: the receiver.
+            where: the address that was called, as both ranks know it.
         """
         pair = f"{rank} to {to} at {where}".encode()
         proofs = [
@@ -291,10 +292,10 @@ class Words:
         return _WORD.pack(rank, *proofs)
 
     def check(self, said: bytes, rank: int, to: int, where: str = "") -> bool:
-        """Whether this is what one rank says to another, see ``said``.
+        """Return whether this is what one rank sends to another, see ``said``.
 
         Raises:
-            OtherKeyError: a rank of the meeting has said it, and its key is another one.
+            OtherKeyError: a rank of the meeting sent it, but has another key.
         """
         expected = self.said(rank, to, where)
         if secrets.compare_digest(said, expected):
@@ -308,9 +309,9 @@ class Call(NamedTuple):
     """A connection that this rank has begun.
 
     Attributes:
-        socket: its own end.
-        unsaid: what has yet to be said there of this rank's word.
-        where: the address that was called; empty for a name.
+        socket: this rank's end.
+        unsaid: the part of this rank's handshake that has yet to be sent.
+        where: the address that was called; empty for a Unix socket.
     """
 
     socket: socket.socket
@@ -319,15 +320,15 @@ class Call(NamedTuple):
 
 
 class Doors:
-    """Those of all ranks: how they reach each other at any time, and the words that they say first.
+    """How all ranks reach each other at any time, and the handshakes that they send first.
 
     Attributes:
-        listeners: where the others call.
-        word_nbytes: how long a word is.
-        rank: this one.
+        listeners: sockets on which other ranks call.
+        word_nbytes: length of a handshake.
+        rank: this rank.
         others: all other ranks, in order.
-        hosts: of each rank, this one's too, as a number.
-        on_refused: called with the reason when a caller is sent away that is not a rank.
+        hosts: host number of each rank, including this one.
+        on_refused: called with the reason when a caller that is not a rank is rejected.
     """
 
     word_nbytes = _WORD.size
@@ -341,15 +342,15 @@ class Doors:
         words: Words,
         on_refused: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Begin.
+        """Collect how each rank is reached.
 
         Args:
             door: this rank's.
             places: of all ranks.
-            hosts: likewise.
-            rank: this one.
-            words: what the ranks say.
-            on_refused: called with the reason when a caller is sent away that is not a rank.
+            hosts: host number of each rank.
+            rank: this rank.
+            words: computes the handshakes.
+            on_refused: called with the reason when a caller that is not a rank is rejected.
         """
         near, *far = door.listeners
         is_far = [host != hosts[rank] for each, host in hosts.items() if each != rank]
@@ -359,7 +360,7 @@ class Doors:
         self.others = sorted(each for each in places if each != rank)
         self.on_refused = on_refused
         self._places = dict(places)
-        # Another host may have an address in common with this one: a call there ends here.
+        # Another host may share an address with this one; a call to it would end here.
         interfaces = interface_addresses() if any(is_far) else {}
         own = {each for of in interfaces.values() for each in of}
         self._ways = {
@@ -369,22 +370,22 @@ class Doors:
         self._words = words
 
     def is_near(self, peer: int) -> bool:
-        """Whether a rank is on this host."""
+        """Return whether a rank is on this host."""
         return self.hosts[peer] == self.hosts[self.rank]
 
     def ways_to(self, peer: int) -> int:
-        """At how many addresses a rank may be reached."""
+        """Return at how many addresses a rank may be reached."""
         return 1 if self.is_near(peer) else len(self._ways[peer])
 
     def call(self, peer: int, way: int = 0) -> Call:
-        """Connect to a rank of this host and say this rank's word, or begin to connect to another.
+        """Connect to a rank on this host and send the handshake, or begin to connect elsewhere.
 
         Args:
-            peer: whose door.
-            way: at which of its addresses; further ones begin again at the first.
+            peer: the rank to call.
+            way: index of its address, modulo their number.
 
         Raises:
-            BlockingIOError: too many others are about to; to be tried again.
+            BlockingIOError: too many callers are waiting there; try again.
             ConnectionRefusedError: it has closed its door.
             OSError: this process can't, or no network leads there.
         """
@@ -413,22 +414,22 @@ class Doors:
         return Call(end, unsaid, where)
 
     def accept(self, listener: socket.socket) -> Iterator[socket.socket]:
-        """The callers that wait, at most 64 of them, so that other work gets its turn.
+        """Yield the callers that wait, at most 64 of them, so that other work gets its turn.
 
-        Any process of this host may call, and over TCP any that reaches it. One of another user is
-        sent away at once, and so keeps no descriptor of this process.
+        Any process of this host may call, and over TCP any that reaches it. A process of another
+        user is rejected immediately, so that it occupies no descriptor of this process.
 
         Raises:
-            OSError: this process can't let anybody in.
+            OSError: this process can't accept any.
         """
         for _ in range(_TURN):
-            if listener.fileno() < 0:  # closed by what was done with the one before
+            if listener.fileno() < 0:  # closed because of the caller before
                 return
             try:
                 end, _ = listener.accept()
             except BlockingIOError:
                 return
-            except ConnectionAbortedError:  # it has left again
+            except ConnectionAbortedError:  # it has left already
                 continue
             if end.family != socket.AF_UNIX or _uid_of(end) == os.geteuid():
                 end.setblocking(False)  # noqa: FBT003  # its one parameter
@@ -438,7 +439,7 @@ class Doors:
                 end.close()
 
     def caller(self, end: socket.socket, said: bytes) -> int | None:
-        """Which rank has called and said this; None if it was a stranger.
+        """Return which rank has called and sent this; None if it is not a rank.
 
         Raises:
             OtherKeyError: it is a rank that has another key.
@@ -452,29 +453,29 @@ class Doors:
         return None
 
     def has_answered(self, peer: int, said: bytes, where: str) -> bool:
-        """Whether it is this rank that has answered a call.
+        """Return whether this rank itself has answered a call.
 
         Raises:
-            OtherKeyError: it is, and it has another key.
+            OtherKeyError: it has, but has another key.
         """
         return self._words.check(said, peer, self.rank, where)
 
     def word_from(self, peer: int, where: str = "") -> bytes:
-        """What a rank says to this one: only a rank that has met the others knows the session.
+        """Return a rank's handshake to this one; only ranks that have met can compute it.
 
         Args:
-            peer: which.
-            where: the address that was called, its or this one's.
+            peer: the other rank.
+            where: the address that was called, its own or this rank's.
         """
         return self._words.said(peer, self.rank, where)
 
     def word_to(self, peer: int, where: str = "") -> bytes:
-        """What this one says to a rank; likewise."""
+        """Return this rank's handshake to another; see ``word_from``."""
         return self._words.said(self.rank, peer, where)
 
 
 def called_at(end: socket.socket) -> str:
-    """The address of this host at which a caller that was let in has called; empty for a name."""
+    """Return this host's address that an accepted caller has called; empty for a Unix socket."""
     if end.family == socket.AF_UNIX:
         return ""
     address, port, *_ = end.getsockname()
@@ -482,6 +483,6 @@ def called_at(end: socket.socket) -> str:
 
 
 def _uid_of(end: socket.socket) -> int:
-    """Whose process is at the other end, on this host."""
+    """Return the user of the process at the other end, on this host."""
     _, uid, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return int(uid)

@@ -143,7 +143,8 @@ class Link(Protocol):
     and wait for no others. They progress while any thread of this rank waits for a transfer, or
     checks for messages or closed connections; they need not progress at other times. A message that
     is sent before its receive is posted is not lost. A large one stays with its sender until then,
-    and the sender's wait fails if the peer ends first. A receive may be longer than the message, but not shorter, which may end the process. Messages may be empty.
+    and the sender's wait fails if the peer ends first. A receive may be longer than the message,
+    but not shorter, which may end the process. Messages may be empty.
 
     When a connection ends, waits for receives that no byte has reached are woken.
     ``needs_last_byte_apart`` says that this does not hold for a receive that is being filled. Waits
