@@ -1,8 +1,8 @@
-"""Joins the ranks of a group by the best link there is for them.
+"""Connects the ranks of a group by the best link that they can have.
 
-They get streams, if the systems of all of them let them connect so. Else Gloo connects them, unless
-one of them has said that it wants streams or nothing; and then each two prove to each other who
-they are before anything else is read.
+That is a stream link if the systems of all ranks allow it. Otherwise Gloo connects them, unless
+some rank requires streams; each pair then proves to each other who they are before anything else is
+read.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -57,47 +57,48 @@ if TYPE_CHECKING:
     from objcomm._transport.rendezvous import MeetingState
 
 
-# How often a rank that waits for connections looks whether another one has none. As long it waits
-# for an answer from one address before it calls at the next, too, as browsers do.
+# How often a rank that waits for connections checks whether another one has failed to connect. Also
+# how long it waits for an answer from one address before it calls the next, as browsers do.
 _LOOK_SECONDS = 0.2
 # The same, for ranks that are already connected.
 _PAUSE_SECONDS = 0.02
 _LONG_PAUSE_SECONDS = 0.25
-# A rank calls again so soon after it was sent away to make room for others, or too many waited.
+# How soon a rank calls again after it was dropped to make room for others, or too many waited.
 _AGAIN_SECONDS = 0.05
-# How it learns that while it calls or says its word: too many wait, or it was sent away just now.
+# How it learns this while it calls or sends its handshake: too many callers wait, or it was just
+# dropped.
 _BUSY = {errno.EAGAIN, errno.EPIPE, errno.ECONNRESET}
 
-# So many ranks are all connected when they meet. More only make a tree then, which shows that all
-# can be; two others are connected when one of them first sends to the other, or waits for it. To
-# connect all of 64 ranks of a host took 2 cores 0.5 s.
+# Up to so many ranks are all connected when they meet. More ranks connect only along a tree, which
+# shows that all can be connected; any other two connect when one first sends to the other or waits
+# for it. Connecting all of 64 ranks on a host took 2 cores 0.5 s.
 _AT_ONCE_MAX = 16
 
-# What a rank says after its word, when all others have said theirs.
+# What a rank sends after its handshake once all others have sent theirs.
 _COMPLETE = b"!"
 # Extra time for ranks that are already connected, so that one still connecting gives up first.
 _SAID_LATER_SECONDS = 1.0
-# So long each of Gloo's attempts may take to connect ranks of which two could not reach each other.
-# Those two have tried already, and where they fail again nothing ends the attempts of the others.
+# The limit of each of Gloo's attempts to connect ranks of which two could not reach each other.
+# Those two have tried already, and if they fail again nothing ends the attempts of the others.
 _GLOO_SECONDS = 3.0
-# The key that says that ranks can't be connected by streams, and why.
+# The key under which a rank reports that streams can't connect the ranks, and why.
 _FAILED = "no streams"
-# The key that says which rank could not prove over another link that it is one.
+# The key under which a rank reports which other one could not prove its identity.
 _UNPROVEN = "unproven"
-# Counts the ranks that another link has connected, where some could not reach each other.
+# Counts the ranks that Gloo has connected after some could not reach each other.
 _CONNECTED = "connected"
 
 _REFUSED, _NO_ANSWER = "refused", "no answer"
 
 
 class _Refusal(NamedTuple):
-    """Why ranks can't be connected by streams, as the first rank that gave up tells the others.
+    """Why streams can't connect the ranks, as reported by the first rank that gave up.
 
     Attributes:
-        rank: the one that tells.
-        peers: to which it could not connect; none if the reason is its own.
-        reason: in words.
-        is_final: whether no other link must be tried.
+        rank: the rank that reports it.
+        peers: the ranks to which it could not connect; none if the reason is its own.
+        reason: as text.
+        is_final: whether no other link may be tried.
     """
 
     rank: int
@@ -106,7 +107,7 @@ class _Refusal(NamedTuple):
     is_final: bool = False
 
     def error(self, places: Mapping[int, Place]) -> LinkRefused | LinkUnreachable:
-        """The same as an error, with the names of hosts."""
+        """Return it as an error that names the hosts."""
         hosts = [places[each].host for each in (self.rank, *self.peers)]
         if not self.peers:
             return LinkRefused(f"rank {self.rank} (host {hosts[0]}) {self.reason}", self.rank)
@@ -124,12 +125,12 @@ class _Refusal(NamedTuple):
 
 
 class _PeerError(OSError):
-    """What keeps this rank from a connection to one other.
+    """The error that keeps this rank from connecting to one other.
 
     Attributes:
-        peer: which.
+        peer: the other rank.
         has_ended: whether the two were connected before.
-        is_final: whether no other link must be tried.
+        is_final: whether no other link may be tried.
     """
 
     def __init__(self, peer: int, error: OSError, *, has_ended: bool) -> None:
@@ -155,31 +156,33 @@ def connect(  # noqa: PLR0917  # what the ranks are, and who is told
     on_loss: Callable[[LinkError], None],
     on_refused: Callable[[str], None],
 ) -> Connections:
-    """Meet the other ranks, and connect to each; every member must call this.
+    """Meet the other ranks and connect to each; every member must call this.
 
     May block in C++ up to the limit.
 
     Args:
-        store: a connection to it that no other thread uses, with a prefix that is theirs alone.
-        rank: this one, within the group.
-        members: those that it joins, as ranks within the group.
+        store: a connection to it that no other thread uses, with a prefix for these ranks alone.
+        rank: this rank within the group.
+        members: the ranks to connect, as ranks within the group.
         deadline: how long to wait.
-        meeting: tells others how far it has come.
-        secret: of the user's key, if there is one; the same on all ranks.
-        on_met: told which other members are on this host, when all have met and none has connected.
-        on_loss: told of a ``LinkError`` before this rank closes its connections: a rank that sees
-            them close looks why.
-        on_refused: called with the reason when a caller is sent away that is not a rank.
+        meeting: shows other threads the progress.
+        secret: secret of the user's key, if there is one; the same on all ranks.
+        on_met: called with the other members on this host after all have met and before any has
+            connected.
+        on_loss: called with a ``LinkError`` before this rank closes its connections, because a rank
+            that sees them close looks for the reason.
+        on_refused: called with the reason when a caller that is not a rank is rejected.
 
     Raises:
         GivenUpError: ``meeting`` was ended from outside.
-        LeftError: as ``meet``.
-        WireError: as ``meet``.
+        LeftError: see ``meet``.
+        WireError: see ``meet``.
         DistNetworkError: the store is gone.
         LinkClosed: another rank was lost, or does not answer.
         LinkUnreachable: two ranks can't connect to each other.
-        LinkRefused: one can't connect to any, or not as it or another one wants.
-        LinkError: this process can't connect to any.
+        LinkRefused: one rank can't connect to any other, or not with the transport that it or
+            another one requires.
+        LinkError: this process can't connect to any rank.
     """
     place, size = members.index(rank), len(members)
     settings = deadline.settings
@@ -204,7 +207,7 @@ def connect(  # noqa: PLR0917  # what the ranks are, and who is told
                 return link
             refusal = ranks.refusal(_FAILED)
             if refusal is None:
-                raise damaged(_FAILED)  # this rank has told it, or another one has
+                raise damaged(_FAILED)  # this rank or another one has written it
     if refusal.is_final or any(each.transport == "streams" for each in ranks.places.values()):
         raise refusal.error(ranks.places)
     far = _over_gloo(ranks, refusal, deadline, meeting)
@@ -217,11 +220,11 @@ class _Ranks(NamedTuple):
     """The ranks of a meeting.
 
     Attributes:
-        rank: this one.
-        places: where each can be reached.
-        hosts: of each, as a number.
-        words: what they say to each other first.
-        store: one in which nothing is written but of this meeting.
+        rank: this rank.
+        places: where each rank can be reached.
+        hosts: host number of each rank.
+        words: computes the handshakes.
+        store: used for this meeting only.
     """
 
     rank: int
@@ -232,11 +235,11 @@ class _Ranks(NamedTuple):
 
     @property
     def others(self) -> list[int]:
-        """All but this one."""
+        """All ranks but this one."""
         return [each for each in self.places if each != self.rank]
 
     def lack(self) -> _Refusal | None:
-        """Why they can't even try to connect by streams; None if they can."""
+        """Return why they can't even try to connect by streams; None if they can."""
         is_on_one_host = len(set(self.hosts.values())) == 1
         for rank, each in self.places.items():
             if each.transport == "gloo":
@@ -247,7 +250,7 @@ class _Ranks(NamedTuple):
         return None
 
     def refusal(self, key: str) -> _Refusal | None:
-        """What the first rank that gave up has written under a key, if one has.
+        """Return what the first rank that gave up has written under a key, if one has.
 
         Raises:
             WireError: no rank wrote it.
@@ -262,18 +265,18 @@ class _Ranks(NamedTuple):
 
 
 def _tell(store: dist.Store, key: str, refusal: _Refusal) -> None:
-    """Tell the other ranks, before any connection is closed, unless another rank was first."""
+    """Report a refusal before any connection is closed, unless another rank was first."""
     store.compare_set(key, "", pack_record(refusal))  # type: ignore[arg-type]  # bytes will do
 
 
 def _over_gloo(
     ranks: _Ranks, refusal: _Refusal, deadline: Deadline, meeting: MeetingState
 ) -> GlooLink:
-    """Connect the ranks over Gloo, and let them prove to each other who they are.
+    """Connect the ranks through Gloo, and make them prove to each other who they are.
 
     Raises:
-        LinkError: as ``connect``.
-        GivenUpError: nobody waits for them any more.
+        LinkError: see ``connect``.
+        GivenUpError: no rank waits for them any more.
     """
     why, members = refusal.error(ranks.places), tuple(ranks.places)
     if isinstance(why, LinkUnreachable):
@@ -306,11 +309,11 @@ def _over_gloo(
 
 
 def _prove(link: GlooLink, ranks: _Ranks, deadline: Deadline, meeting: MeetingState) -> None:
-    """Return when all others have proved who they are: Gloo accepts the first process that calls.
+    """Wait until all others have proved who they are; Gloo accepts the first caller.
 
     Raises:
         GivenUpError: the meeting ended while they connected.
-        LinkClosed: one has gone, or does not answer.
+        LinkClosed: a rank has gone, or does not answer.
         LinkUnreachable: another process has answered for a rank.
     """
     if meeting.is_over:
@@ -337,7 +340,7 @@ def _prove(link: GlooLink, ranks: _Ranks, deadline: Deadline, meeting: MeetingSt
 
 
 def _joined(joining: _Joining, on_loss: Callable[[LinkError], None]) -> StreamLink | None:
-    """The link over streams; None if some two ranks can't be connected so."""
+    """Return the stream link; None if some two ranks can't be connected."""
     with contextlib.ExitStack() as in_vain:
         in_vain.callback(joining.close)
         try:
@@ -356,32 +359,32 @@ def _joined(joining: _Joining, on_loss: Callable[[LinkError], None]) -> StreamLi
 
 
 def _await_all(store: dist.Store, size: int, meeting: MeetingState) -> None:
-    """Return when Gloo has connected all ranks, and not only this one.
+    """Wait until Gloo has connected all ranks, and not only this one.
 
-    A rank that fails closes the connections that it has, and may be taken for dead by those that
-    use them already. So nobody does before all have theirs.
+    A rank that fails closes its connections, and ranks that already use them could take it for
+    dead. So no rank uses its connections before all ranks have theirs.
 
     Raises:
-        GivenUpError: nobody waits for them any more.
+        GivenUpError: no rank waits for them any more.
     """
     connected, pause = store.add(_CONNECTED, 1), _PAUSE_SECONDS
     while connected < size:
         if meeting.is_over:
             raise GivenUpError
         time.sleep(pause)
-        pause = min(2 * pause, _LONG_PAUSE_SECONDS)  # one of a pair may wait for long
+        pause = min(2 * pause, _LONG_PAUSE_SECONDS)  # one rank of a pair may wait for long
         connected = store.add(_CONNECTED, 0)
 
 
 class _Guest:
-    """A connection of which it is not known yet that another rank is at its end.
+    """A connection that is not known to lead to another rank yet.
 
     Attributes:
-        socket: its own end.
-        rank: the other one's, or -1 for a caller that has not said it.
-        unsaid: what this rank says when it is connected.
-        where: the address that was called; empty for a name.
-        said: what has come of it.
+        socket: this rank's end.
+        rank: the other rank, or -1 for a caller that has not identified itself.
+        unsaid: this rank's handshake, to be sent once connected.
+        where: the address that was called; empty for a Unix socket.
+        said: what was received.
     """
 
     def __init__(self, end: socket.socket, rank: int, unsaid: bytes = b"", where: str = "") -> None:
@@ -393,18 +396,18 @@ class _Guest:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether it has come by itself, and has not said its word."""
+        """Whether it is from a caller that has not completed its handshake."""
         return self.rank < 0 and len(self.said) < Words.nbytes
 
 
 @dataclass
 class _Calls:
-    """How far this rank has come in calling another one.
+    """The progress of calling one other rank.
 
     Attributes:
-        way: at which of its addresses it calls next.
-        due: when, as ``time.monotonic`` has it.
-        guests: what it waits for at the others.
+        way: index of the address to call next.
+        due: when to call it (``time.monotonic``).
+        guests: the connections to its other addresses that have not been answered.
     """
 
     way: int = 0
@@ -413,26 +416,26 @@ class _Calls:
 
 
 class _Joining:
-    """One rank's way to a socket to each neighbour; a pair's later rank connects to the other.
+    """Connects one rank to its neighbors; the later rank of a pair calls the other.
 
-    Neighbours are all ranks, or those of this one in a tree.
+    All other ranks are neighbors, or only those next to this rank in a tree.
     """
 
     def __init__(
         self, doors: Doors, store: dist.Store, deadline: Deadline, meeting: MeetingState
     ) -> None:
-        """Begin.
+        """Prepare to connect.
 
         Args:
-            doors: of all ranks.
-            store: where a rank says that it can't.
+            doors: how all ranks are reached.
+            store: where a rank reports that it has failed.
             deadline: how long to wait.
-            meeting: tells whether to.
+            meeting: shows whether to keep waiting.
         """
         self._doors = doors
         self._store = store
         self._lost_seconds = deadline.settings.lost_after
-        # Half of it: Gloo has the other half, if this is in vain.
+        # Half of it: if this fails, Gloo gets the other half.
         limit = min(deadline.left(), CONNECT_MAX) / 2
         self._looked_at = time.monotonic()
         self._until = self._looked_at + limit.total_seconds()
@@ -453,11 +456,11 @@ class _Joining:
         self._has_said = False
 
     def connect(self) -> None:
-        """Return when there is a socket to each neighbour; others may not have all of theirs.
+        """Wait until each neighbor is connected to this rank, though perhaps not yet to its others.
 
         Raises:
             OSError: some two ranks can't be connected.
-            GivenUpError: nobody waits for them any more.
+            GivenUpError: no rank waits for them any more.
         """
         self._calls = {peer: _Calls() for peer in self._neighbours if peer < self._doors.rank}
         for listener in self._doors.listeners:
@@ -469,10 +472,10 @@ class _Joining:
             self._look()
 
     def link(self) -> StreamLink:
-        """What it takes to use the sockets, before anybody relies on it.
+        """Create the link before any rank relies on it.
 
         Raises:
-            OSError: this process has no room for it.
+            OSError: this process lacks the resources.
         """
         doors, joined = self._doors, sorted(self._joined.items())
         sockets = {peer: each.socket for peer, each in joined}
@@ -489,18 +492,19 @@ class _Joining:
         )
 
     def complete(self, link: StreamLink) -> None:
-        """Return when all ranks have all of theirs, and what it takes to use them.
+        """Wait until all ranks have all of their connections, and a link to use them.
 
-        Who can't says nothing and closes its sockets, so that no rank gets the word of all. Who has
-        said it can't take it back. In a tree each says it to its parent for all below, and the
-        first rank to all.
+        A rank that can't create them sends nothing and closes its sockets, so that no rank is told
+        that all are complete. A rank that reported itself complete can't take that back. In a tree,
+        each rank reports to its parent for all ranks below it, and the first rank reports to all.
 
         Args:
-            link: what this rank will use; gets who has called meanwhile.
+            link: the link that this rank will use; it takes over callers that have arrived
+                meanwhile.
 
         Raises:
-            OSError: another rank could not, or said nothing; see ``loss``.
-            GivenUpError: nobody waits for them any more.
+            OSError: another rank failed, or sent nothing; see ``loss``.
+            GivenUpError: no rank waits for them any more.
         """
         self._due_nbytes += len(_COMPLETE)
         self._until += _SAID_LATER_SECONDS
@@ -517,14 +521,14 @@ class _Joining:
                 continue
             if len(self._neighbours) < len(self._doors.others):  # it may want to use the link
                 link.hear(each.socket, each.said)
-            else:  # a stranger
+            else:  # not a rank
                 each.socket.close()
 
     def loss(self, error: OSError) -> LinkError | None:
-        """What an error means for all; None if they may still use another link.
+        """Return what an error means for all ranks; None if they may still use another link.
 
-        A rank that gives up says so before it closes its sockets. So one that has closed them
-        without a word has died, or knows of a death.
+        A rank that gives up reports that before it closes its sockets. So one that closes them
+        without a report has died, or knows of a death.
 
         Raises:
             DistNetworkError: the store is gone.
@@ -536,13 +540,13 @@ class _Joining:
             return LinkClosed(f"{lost} (its connection ended while ranks connected)", (error.peer,))
         if not self._has_said:
             return None
-        # Others may have all words by now, and use the link.
+        # Other ranks may have learned that all are complete, and use the link.
         if isinstance(error, TimeoutError):
             return LinkClosed(f"{PEER_LOST} (it did not connect in time)", tuple(self._silent()))
         return LinkError(str(error))
 
     def give_up(self, error: OSError) -> None:
-        """Let the others know that no rank gets all of its connections, before any is closed."""
+        """Report that the ranks can't all be connected, before any connection is closed."""
         peers: tuple[int, ...] = ()
         reason, is_final = error.strerror or str(error) or _NO_ANSWER, False
         if isinstance(error, _PeerError) and not error.has_ended:
@@ -556,17 +560,17 @@ class _Joining:
         _tell(self._store, _FAILED, _Refusal(self._doors.rank, peers, reason, is_final))
 
     def _silent(self) -> list[int]:
-        """The ranks that this one waits for."""
+        """Return the ranks that this one waits for."""
         said = {peer: len(each.said) for peer, each in self._joined.items()}
         return [peer for peer in self._awaited if said.get(peer, 0) < self._due_nbytes]
 
     def close(self) -> None:
-        """Close all that was opened."""
+        """Close all connections."""
         for each in [*self._guests.values(), *self._joined.values()]:
             each.socket.close()
 
     def _call(self, peer: int, calls: _Calls) -> None:
-        """Call a rank at its next address; those at which it was called before may still answer."""
+        """Call a rank's next address; addresses that were called before may still answer."""
         way, calls.way = calls.way, calls.way + 1
         is_last = calls.way >= self._doors.ways_to(peer)
         calls.due = math.inf if is_last else time.monotonic() + _LOOK_SECONDS
@@ -582,9 +586,10 @@ class _Joining:
         self._add(guest)
 
     def _is_out_of_reach(self, peer: int, *, is_busy: bool) -> bool:
-        """Whether a rank can be called nowhere else, after a call that has failed.
+        """Return whether a rank has no address left to call, after a call that has failed.
 
-        It is called at its next address now; or, if that was the last one, again if it was busy.
+        Otherwise the next address is called now; or, if that was the last one and it was busy, all
+        are called again.
         """
         calls = self._calls[peer]
         if calls.way < self._doors.ways_to(peer):
@@ -596,7 +601,7 @@ class _Joining:
         return False
 
     def _drop(self, guest: _Guest) -> None:
-        with contextlib.suppress(KeyError):  # it was said all that is due
+        with contextlib.suppress(KeyError):  # it has sent everything
             self._events.unregister(guest.socket)
         self._guests.pop(guest.socket.fileno(), None)
         guest.socket.close()
@@ -606,7 +611,7 @@ class _Joining:
         self._events.register(guest.socket, select.POLLOUT if guest.unsaid else select.POLLIN)
 
     def _look(self) -> None:
-        """Take in what has come, or see that it never will."""
+        """Process what has arrived, or raise if it never will."""
         due = min((each.due for each in self._calls.values()), default=math.inf)
         pause = max(0.0, min(_LOOK_SECONDS, due - time.monotonic()))
         events = self._events.poll(pause * 1000)
@@ -624,7 +629,7 @@ class _Joining:
         if now > self._looked_at + _LOOK_SECONDS:
             self._looked_at = now
             if self._store.check([_FAILED]):
-                raise ConnectionAbortedError  # another rank could not
+                raise ConnectionAbortedError  # another rank has failed
         if now > self._until + (_LOOK_SECONDS if events else 0.0):
             raise TimeoutError
 
@@ -633,7 +638,8 @@ class _Joining:
             for end in self._doors.accept(listener):
                 waiting = [each for each in self._guests.values() if each.is_unknown]
                 if len(waiting) >= max(1, len(self._doors.others) - len(self._joined)):
-                    # No more can be ranks. One that is has said its word by now, or calls again.
+                    # No more callers than this can be ranks. A rank has sent its handshake by now,
+                    # or calls again.
                     self._doors.on_refused("a process that said nothing")
                     self._drop(waiting[0])
                 guest = _Guest(end, -1, where=called_at(end))
@@ -641,13 +647,13 @@ class _Joining:
                 self._hear(guest)
 
     def _say(self, guest: _Guest) -> None:
-        """Say this rank's word to another host's rank, which is connected now, or could not be."""
+        """Send the handshake on a connection to another host that is complete, or has failed."""
         try:
             with _naming(guest.rank):
                 failed = guest.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if failed:
                     raise OSError(failed, os.strerror(failed))
-                guest.socket.sendall(guest.unsaid)  # the system has room for the first bytes
+                guest.socket.sendall(guest.unsaid)  # the system always has room for the first bytes
         except _PeerError as error:
             if self._is_last(guest, is_busy=error.errno in _BUSY):
                 raise
@@ -656,13 +662,13 @@ class _Joining:
         self._events.modify(guest.socket, select.POLLIN)
 
     def _is_last(self, guest: _Guest, *, is_busy: bool = False) -> bool:
-        """Whether a rank can be reached nowhere, now that one of the calls to it has failed."""
+        """Return whether a rank can't be reached, now that one of the calls to it has failed."""
         self._drop(guest)
         self._calls[guest.rank].guests.remove(guest)
         return self._is_out_of_reach(guest.rank, is_busy=is_busy)
 
     def _hear(self, guest: _Guest) -> None:
-        # Not a byte more than it says now: what follows is the link's.
+        # Not a byte more than is due now: what follows belongs to the link.
         due = Doors.word_nbytes + len(_COMPLETE) * (guest.rank in self._joined)
         if len(guest.said) >= due:
             self._events.unregister(guest.socket)
@@ -679,18 +685,18 @@ class _Joining:
         if came and len(guest.said) < due:
             return
         if not came and is_known:
-            # A rank that has no room for strangers may have sent this one away.
+            # A rank that has too many callers may have dropped this one.
             if is_joined or self._is_last(guest, is_busy=not guest.said):
                 raise _PeerError(guest.rank, OSError(*failed), has_ended=is_joined)
         elif guest.rank in self._joined:
             self._events.unregister(guest.socket)
         elif guest.rank >= 0:
             self._hear_answer(guest)
-        elif not came or not self._admits(guest):  # a stranger
+        elif not came or not self._admits(guest):  # not a rank
             self._drop(guest)
 
     def _hear_answer(self, guest: _Guest) -> None:
-        """A rank has answered, or another process at one of its addresses."""
+        """Handle an answer, which may come from another process at one of the rank's addresses."""
         try:
             with _naming(guest.rank):
                 if not self._doors.has_answered(guest.rank, guest.said, guest.where):
@@ -705,16 +711,16 @@ class _Joining:
                 self._drop(each)
 
     def _admits(self, guest: _Guest) -> bool:
-        """Whether a rank of this meeting has called; a neighbour gets an answer."""
+        """Return whether a rank of this meeting has called; answer it if it is a neighbor."""
         try:
             peer = self._doors.caller(guest.socket, guest.said)
         except OtherKeyError as error:
-            with contextlib.suppress(OSError):  # it may hear of that, too
+            with contextlib.suppress(OSError):  # shows it the different key, too
                 guest.socket.sendall(self._doors.word_to(error.peer, guest.where))
             raise _PeerError(error.peer, error, has_ended=False) from error
         if peer is None or peer in self._joined:
             return False
-        if peer not in self._neighbours:  # for it all have met already
+        if peer not in self._neighbours:  # it knows that all ranks have met
             self._events.unregister(guest.socket)
             return True
         if peer < self._doors.rank:
@@ -728,7 +734,7 @@ class _Joining:
 
 @contextlib.contextmanager
 def _naming(peer: int, *, has_ended: bool = False) -> Iterator[None]:
-    """A block whose errors concern the connection to one rank, unless this process is at fault."""
+    """Attribute the errors of a block to one peer, unless this process is at fault."""
     try:
         yield
     except OSError as error:
@@ -738,10 +744,10 @@ def _naming(peer: int, *, has_ended: bool = False) -> Iterator[None]:
 
 
 def _in_a_tree(doors: Doors) -> tuple[list[int], list[int]]:
-    """The neighbours of a rank in a binomial tree over all ranks: its parent, and its children.
+    """Return the parent, if any, and the children of a rank in a binomial tree of all ranks.
 
-    Those of a host follow each other. If there is one, they are those to which small messages go
-    from the first rank, see ``topology.binomial``.
+    The ranks of a host are consecutive. If there is one host, these are the ranks to which small
+    messages go from the first rank, see ``topology.binomial``.
     """
     ranks = sorted(doors.hosts, key=lambda rank: (doors.hosts[rank], rank))
     place = ranks.index(doors.rank)
