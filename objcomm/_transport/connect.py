@@ -63,7 +63,7 @@ _LOOK_SECONDS = 0.2
 # The same, for ranks that are already connected.
 _PAUSE_SECONDS = 0.02
 _LONG_PAUSE_SECONDS = 0.25
-# How soon a rank calls again after it was dropped to make room for others, or too many waited.
+# How soon a rank calls again after it was dropped for others, or found too many waiting.
 _AGAIN_SECONDS = 0.05
 # How it learns this while it calls or sends its handshake: too many callers wait, or it was just
 # dropped.

@@ -1,9 +1,8 @@
-"""The link between ranks over streams: for each pair a socket, of Unix in a host, of TCP between.
+"""The link over streams: a socket for each pair of ranks, Unix within a host and TCP between hosts.
 
-What the link does is in six modules, each of which uses those before it: ``frames`` says what
-travels, ``pending`` what threads wait for, ``peer`` speaks the protocol with one rank, ``mover``
-waits, ``connection`` has the sockets that lead to one rank, and ``calling`` connects ranks at their
-first use of each other.
+Six modules do the work; each uses those before it. ``frames`` defines the frame format, ``pending``
+what threads wait for, ``peer`` the protocol with one rank, ``mover`` the waits, ``connection`` the
+sockets to one rank, and ``calling`` connects ranks on first use.
 """
 
 from __future__ import annotations
@@ -48,24 +47,25 @@ if TYPE_CHECKING:
     from objcomm._transport.link import Borrowed, Memory
     from objcomm._transport.share import Share
 
-# How long the attending thread leaves what comes to a thread that waits, or has just waited.
+# How long the attending thread leaves received data to a thread that waits, or has just waited.
 _STAND_BY_MS = 5
-# The lock's owner may have been interrupted by a signal, whose handler takes its time.
+# A signal handler that interrupted the lock's owner may take long.
 _PATIENCE_SECONDS = 1.0
 
 
 class StreamLink:
-    """Joins ranks by stream sockets; see ``Connections`` for its methods' contract.
+    """Connects ranks by stream sockets; see ``Connections`` for the contract of its methods.
 
     Attributes:
-        kind: what the log calls it.
-        rank: rank within the group.
-        size: number of ranks that it joins.
-        hosts: of each of them, as a number.
-        head_max_nbytes: what goes out unasked.
-        needs_last_byte_apart: the end of a stream wakes a thread that waits for any of its bytes.
-        is_interruptible: it sleeps where signals wake it.
-        ahead: nothing depends on it.
+        kind: its name in the log.
+        rank: this rank within the group.
+        size: number of ranks that it connects.
+        hosts: host number of each rank.
+        head_max_nbytes: the longest eager message.
+        needs_last_byte_apart: False, because the end of a stream wakes a thread that waits for any
+            of its bytes.
+        is_interruptible: True, because signals interrupt its sleep.
+        ahead: any number works.
         is_interrupted: see ``Link``.
     """
 
@@ -85,16 +85,16 @@ class StreamLink:
         lost_seconds: float = math.inf,
         spin_seconds: float = 0.0,
     ) -> None:
-        """Begin.
+        """Start using the sockets.
 
         Args:
-            rank: this one, within the group.
-            sockets: to other ranks, connected; they are this link's from now on.
-            hosts: of each rank, as a number; None if these are all, and on this host.
-            doors: those of all ranks, if there are more than these.
-            listeners: where the others call, in that case; they are this link's from now on.
-            lost_seconds: for how long another host may answer nothing.
-            spin_seconds: for how long a wait may poll before it sleeps.
+            rank: this rank within the group.
+            sockets: connected sockets to other ranks, owned by this link from now on.
+            hosts: host number of each rank; None if ``sockets`` has all ranks, all on this host.
+            doors: how all ranks are reached, if not all are connected.
+            listeners: where the others call in that case; owned by this link from now on.
+            lost_seconds: how long another host may stay silent.
+            spin_seconds: how long a wait may poll before it sleeps.
         """
         self._pid = os.getpid()
         self._listeners = tuple(listeners)
@@ -123,7 +123,7 @@ class StreamLink:
             made.attach(end)
 
     def __del__(self) -> None:
-        # By name, or the system's warnings of what was left open are the user's.
+        # Explicitly, or the user would see Python's warnings about unclosed sockets.
         connections = list(getattr(self, "_connections", {}).values())
         if not sys.is_finalizing() and getattr(self, "_pid", 0) == os.getpid():
             far = [each for each in connections if each.is_far and not each.peer.ended]
@@ -132,7 +132,7 @@ class StreamLink:
             for end in (*each.sockets(), *each.undelivered):
                 end.close()
         if connections:
-            self._connections.clear()  # they know the mover, which knows them
+            self._connections.clear()  # they refer to the mover, which refers to them
         for end in getattr(self, "_listeners", ()):
             end.close()
         for name in ("_calling", "_mover"):
@@ -158,7 +158,7 @@ class StreamLink:
                 raise LinkClosed(connection.peer.ended)
             try:
                 pending = connection.send(flat, view, tag)
-            except BaseException:  # whole or not at all: a signal's handler may raise at any step
+            except BaseException:  # whole or not at all: a signal handler may raise at any step
                 connection.end(TORN)
                 raise
             if self._mover.moved_for is not None:
@@ -166,7 +166,7 @@ class StreamLink:
         return pending
 
     def expect(self, peers: Sequence[int], tag: int) -> None:  # noqa: ARG002  # the system keeps them
-        """See ``Link``: a rank that waits for another needs a connection, to hear of its end."""
+        """See ``Link``. Connects to the peers, so that the end of a peer is noticed."""
         if len(self._connections) < self.size - 1:
             for peer in peers:
                 self.call(peer)
@@ -239,12 +239,12 @@ class StreamLink:
         transfer: Transfer,
         which: int,
     ) -> None:
-        """Begin a transfer, whole or not at all: a signal's handler may raise at any step.
+        """Begin a transfer, whole or not at all: a signal handler may raise at any step.
 
         Args:
-            connection: to its peer.
-            begin: what the connection's protocol does with it.
-            transfer: what is begun.
+            connection: the connection to its peer.
+            begin: the method of the protocol that begins it.
+            transfer: the transfer.
             which: its tag, or the number of an offer.
         """
         if self.is_interrupted():
@@ -270,13 +270,13 @@ class StreamLink:
             try:
                 self._mover.await_end(pending, time.monotonic() + limit.total_seconds())
             except LinkClosed:
-                self.abort()  # a signal may have struck between its first step and its end
+                self.abort()  # a signal may have come between its first step and its end
                 raise
         if pending.reason:
             raise LinkClosed(pending.reason)
 
     def wait_apart(self, wait: Callable[[], None]) -> None:
-        """See ``Link``: ``abort`` ends any wait here."""
+        """See ``Link``. ``abort`` ends any wait here."""
         wait()
 
     def has_come(self, peer: int, tag: int) -> bool:
@@ -325,19 +325,19 @@ class StreamLink:
                         protocol.attendance = None
                         try:
                             raise attendance.error
-                        finally:  # its traceback holds the attendance
+                        finally:  # its traceback refers to the attendance
                             attendance.error = None
                     if protocol.ended:
                         raise LinkClosed(protocol.ended)
                 idle.poll()
-                # A thread that waits takes in what has come. So does one that is about to wait
-                # again, as in a row of receives: two threads at it would be in each other's way.
+                # A waiting thread reads what has arrived. So does one that is about to wait again,
+                # as in a series of receives; two threads doing it would disturb each other.
                 if mover.is_in_use(_STAND_BY_MS / 1e3):
                     prompted.poll(_STAND_BY_MS)
                 else:
                     mover.move_what_is_there()
         finally:
-            with self._lock:  # what accepts may hold this link
+            with self._lock:  # the functions in ``accepts`` may refer to this link
                 protocol.attendance = None
             attendance.close()
 
@@ -355,7 +355,7 @@ class StreamLink:
     # ------------------------------------------------------------------ connections
 
     def hear(self, end: socket.socket, said: bytes) -> None:
-        """Listen to a process that called before this link was in use, and has said so much."""
+        """Take over a caller that came before this link was in use, and what it has sent."""
         with self._lock:
             if self._calling is None:
                 end.close()
@@ -368,7 +368,7 @@ class StreamLink:
             return
         if self._lock.acquire(timeout=_PATIENCE_SECONDS):
             try:
-                with contextlib.suppress(LinkError):  # aborted, or this process can't just now
+                with contextlib.suppress(LinkError):  # aborted, or not possible at the moment
                     self._connection_to(peer)
             finally:
                 self._lock.release()
@@ -380,14 +380,14 @@ class StreamLink:
             return self._connection_to(peer)
 
     def _connection_to(self, peer: int) -> Connection:
-        if self._mover.is_aborted:  # a forked process has let go of all
+        if self._mover.is_aborted:  # a forked process has closed all of its copies
             raise LinkClosed(OWN_DOING)
         if self._calling is None:
             raise KeyError(peer)
         return self._calling.connection_to(peer)
 
     def move(self, *, is_awaited: bool = True) -> None:
-        """See ``Link``; and end connections to hosts that have answered nothing for too long."""
+        """See ``Link``. Also ends connections to hosts that have been silent for too long."""
         self._mover.move_what_is_there()
         if self.is_interrupted():
             return
@@ -459,7 +459,7 @@ class StreamLink:
         connection = self._connections.get(peer)
         if connection is not None:
             return not connection.peer.ended and any(map(has_unread, connection.sockets()))
-        # It may be the one that has called.
+        # It may be one of the callers.
         return self._calling is not None and any(map(has_bytes, self._calling.listeners))
 
     def beside(self, peers: Collection[int]) -> Sequence[int]:
@@ -470,7 +470,7 @@ class StreamLink:
     # ------------------------------------------------------------------ the end
 
     def refuse(self) -> None:
-        """See ``Connections``; another host may have sent, and not know yet."""
+        """See ``Connections``. Skips other hosts, whose messages may be on their way already."""
         for each in tuple(self._connections.values()):
             if not each.is_far and not each.peer.ended:
                 for end in each.sockets():
@@ -490,14 +490,14 @@ class StreamLink:
         return b"" if connection is None or not connection.peer.ended else connection.peer.farewell
 
     def abort(self, farewell: bytes = b"") -> None:
-        """See ``Link``. A forked process lets go of its copies only: the link is its parent's.
+        """See ``Link``. A forked process only closes its copies, because the link is its parent's.
 
-        A signal's handler that has interrupted this link hangs up, and leaves the rest to the
-        thread that it has interrupted; so does a thread that can't have the lock because of one.
-        Threads that wait here go on at once; this returns when other hosts have what was sent to
-        them, or a moment later.
+        A signal handler that has interrupted this link hangs up, and leaves the rest to the
+        interrupted thread. So does a thread that can't get the lock because of a handler. Threads
+        that wait for this link continue immediately. This method returns when other hosts have what
+        was sent to them, or a moment later.
         """
-        self._farewell = farewell or self._farewell  # another thread may be the first to end all
+        self._farewell = farewell or self._farewell  # another thread may be the first to abort
         self._mover.is_aborted = True
         if os.getpid() != self._pid:
             self.__del__()
