@@ -1,33 +1,35 @@
-"""The link of ranks that can't have streams: a Gloo process group of objcomm's own.
+"""The link of ranks that can't use streams: a private Gloo process group.
 
-The user's process group carries none of it, so a time-out or an abort here closes no connection
-of theirs (on a shared Gloo group it would close them all, and end DDP).
+The user's process group carries none of its traffic, so a timeout or an abort here closes none of
+the user's connections. On a shared Gloo group it would close all of them, and end DDP.
 
-All that is peculiar to Gloo stands here, as of torch 2.13; ``link`` says it without that name:
+This module contains everything that is peculiar to Gloo, as of torch 2.13. ``link`` describes the
+consequences without naming it:
 
-- Its errors are ``RuntimeError``, and only their text tells one from another.
-- A wait whose limit passes closes all connections of this rank. So does ``abort``, by such a wait:
-  ``ProcessGroup.abort()`` does not wake an operation that waits.
-- When a connection closes (``Pair::signalException``) it wakes who waits for a receive, or for a
-  send that the peer has not asked for yet. It forgets the receive that is being filled (``rx_``),
-  and the send that is under way (the ``ubuf`` in ``tx_``): who waits for one of those waits until
-  the limit. Hence the last byte by itself, and ``wait_apart``.
-- A message leaves its rank after the peer's word that it has posted the receive. A receiver whose
-  memory is too short for it aborts its process.
-- A receive counts what has come for it: a second wait for one that has ended has no end.
-- A receive that is being filled must be kept: if its work is gone, nothing is read any more from
-  that connection, its end included, and Gloo's thread spins.
-- While bytes stand before it, its thread reads on with the connection locked, and nothing leaves.
-- A receive from any source is woken neither by a death nor by an abort, and there is no probe; so
-  there is none in ``link``.
-- Where no file can be opened for a rank that connects, its thread ends the process.
+- Its errors are ``RuntimeError``; only their text distinguishes them.
+- A wait whose limit passes closes all connections of this rank. ``abort`` uses such a wait, because
+  ``ProcessGroup.abort()`` does not wake a waiting operation.
+- When a connection closes (``Pair::signalException``), Gloo wakes waits for receives, and for sends
+  that the peer has not asked for yet. It forgets the receive that is being filled (``rx_``) and the
+  send that is in progress (the ``ubuf`` in ``tx_``): a wait for one of those lasts until the limit.
+  Hence the separate last byte, and ``wait_apart``.
+- A message is sent only after the peer has reported that its receive is posted. A receiver whose
+  memory is too short aborts its process.
+- A receive counts its arrivals: a second wait for one that has ended never returns.
+- A receive that is being filled must be kept alive. If its work object is gone, nothing more is
+  read from that connection, not even its end, and Gloo's thread spins.
+- While bytes are available, its thread keeps reading with the connection locked, and nothing can be
+  sent.
+- A receive from any source is woken neither by a death nor by an abort, and there is no probe. So
+  ``link`` has neither.
+- If no file can be opened for a connecting rank, Gloo's thread ends the process.
 - It leaves its addresses in the store.
-- A device, which has a thread and a port, serves any number of process groups, unless it connects
-  at first use (``lazy_init``): then it tells connections apart by the ranks within their groups, so
-  those of two groups are mixed up, and the first group that goes takes the device's thread along.
-  Such a device will not do for one group either: what begins a send to a peer that has begun
-  nothing itself does not return before it does, or 30 s later.
-- A process group's own threads are for its collectives, of which none is called here.
+- A device, which has a thread and a port, can serve any number of process groups, unless it
+  connects on first use (``lazy_init``). Such a device identifies connections by the ranks within
+  their groups, so it mixes up those of two groups, and the first group that is destroyed takes the
+  device's thread with it. It is unsuitable even for one group: beginning a send to a peer that has
+  begun nothing itself blocks until the peer does, or for 30 s.
+- A process group's own threads run its collectives, which are not used here.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -67,47 +69,47 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
 
-# What Gloo says of connections that it closed because a wait of this rank's own timed out, and to
-# the one that waited.
+# Part of Gloo's error for connections that it closed because a wait of this rank timed out, and
+# part of the error of that wait.
 _OWN_DOING = "Application timeout"
 _LATE = "Timed out"
 
-# What it says where the other end of a connection that can't be made is at fault; all else is this
-# process's own: no descriptors, no threads, no such network interface.
+# Parts of its errors if a connection can't be made because of the other end. Any other error is
+# this process's own: no descriptors, no threads, no such network interface.
 _OF_A_PEER = ("onnect", "imed out", "imeout")
 
-#: Nothing is ever sent with this tag, which none of ``link``'s functions gives.
+#: No message ever has this tag, which none of ``link``'s functions returns.
 POKE_TAG = (1 << 31) - 1
 
-# For a device, the store and what else the process opens just then.
+# For a device, the store and other files that the process opens at that time.
 _SPARE_FILES = 8
 
-# So often it tries to connect to a rank, each time until its limit passes: 15.3 s with one of 3 s.
+# How often Gloo tries to connect to a rank, each time until its limit passes: 15.3 s for 3 s.
 _ATTEMPTS = 5
 
-# How often a rank without room for a message checks whether there is some.
+# How often a rank that could not accept a message tries again.
 _LOOK_SECONDS = 0.5
 
-# It takes zero for its own default.
+# Gloo takes zero for its default.
 _INSTANT = timedelta(milliseconds=1)
 
 _profiler = torch.autograd.profiler
 
 
 class _Devices:
-    """This process's devices: one for all of its links, as long as there are any."""
+    """This process's devices, shared by all of its links while there are any."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._by_interface = weakref.WeakValueDictionary[tuple[int, str], Any]()
 
     def chosen(self) -> list[Any]:
-        """Those of the interfaces that the user names for Gloo, or else that of the host's name.
+        """Return devices for the interfaces that the user names for Gloo, or for the host's name.
 
         Raises:
             RuntimeError: there is no such interface, or the host has no address.
         """
-        # As torch reads it (init.cpp). A forked child has none of its parent's threads.
+        # As torch reads it (init.cpp). A forked child does not have its parent's threads.
         named = os.environ.get("GLOO_SOCKET_IFNAME", "")
         interfaces = named.split(",") if len(named) > 1 else [""]
         with self._lock:
@@ -129,26 +131,27 @@ _devices = _Devices()
 
 
 def keys_left(size: int) -> list[str]:
-    """Where ``size`` ranks leave their addresses (c10d::ProcessGroupGloo, first context)."""
+    """Return the keys of ``size`` ranks' addresses (c10d::ProcessGroupGloo, first context)."""
     return [f"0/{place}" for place in range(size)]
 
 
 class GlooLink:
-    """Joins ranks of one group by a private ``ProcessGroupGloo``.
+    """Connects ranks of one group by a private ``ProcessGroupGloo``.
 
-    Constructing it is collective.
+    The constructor is a collective call.
 
     Attributes:
-        kind: what the log calls it.
-        head_max_nbytes: as long are the receives that stand ready.
-        rank: rank within the group.
-        size: number of ranks that it joins.
-        hosts: of each rank that it joins, as a number.
-        needs_last_byte_apart: it does not wake a receive that is being filled. So a receiver waits
-            for the last byte first, which is posted until all before it has come.
-        is_interruptible: its waits are torch's, in C++.
-        ahead: with more pieces than that posted no receipt could leave: 1 GiB arrived in 9 s on a
-            busy machine, and so did all its receipts.
+        kind: its name in the log.
+        head_max_nbytes: length of the receives that are always posted.
+        rank: this rank within the group.
+        size: number of ranks that it connects.
+        hosts: host number of each rank that it connects.
+        needs_last_byte_apart: True, because Gloo does not wake a receive that is being filled. So a
+        receiver first waits for the last byte, whose receive can be woken until all other bytes
+        have arrived.
+        is_interruptible: False, because its waits are torch's, in C++.
+        ahead: with more pieces posted, no receipt could be sent: 1 GiB arrived in 9 s on a busy
+            machine, and all of its receipts only then.
     """
 
     kind = "Gloo"
@@ -168,11 +171,10 @@ class GlooLink:
         """Connect to each other rank; may block in C++ up to the limit.
 
         Args:
-            store: a connection to it that no other thread uses, with a prefix that is this link's
-                alone.
-            rank: this one, within the group.
-            members: those that it joins, as ranks within the group; they have met.
-            hosts: of each of them.
+            store: a connection to it that no other thread uses, with a prefix for this link alone.
+            rank: this rank within the group.
+            members: the ranks to connect, as ranks within the group; they have met.
+            hosts: host number of each of them.
             deadline: how long to wait.
 
         Raises:
@@ -202,11 +204,11 @@ class GlooLink:
         self._places = {member: place for place, member in enumerate(members)}
         place = self._places[rank]
         self.hosts = hosts
-        # All ranks are here: one that dies now must not hold this thread for as long as a call.
+        # All ranks have met, so a rank that dies now must not hold this thread for a call's limit.
         limit = min(deadline.left(), CONNECT_MAX / _ATTEMPTS)
         see_room_for(size)
         before = open_sockets()
-        # Any: torch's stubs leave out point-to-point of a backend.
+        # Any: torch's stubs omit a backend's point-to-point operations.
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()  # noqa: SLF001  # there is no public way
         options._devices = self._devices = _devices.chosen()  # noqa: SLF001  # likewise
@@ -219,12 +221,12 @@ class GlooLink:
             notice_outages(before, deadline.settings.lost_after)
 
     def sharing_with(self, peer: int) -> None:
-        """See ``Link``: it copies all."""
+        """See ``Link``. Gloo copies everything."""
 
     def send(self, flat: Memory, peer: int, tag: int) -> Pending:
         """See ``Link``."""
         try:
-            if not isinstance(flat, torch.Tensor):  # it takes nothing else
+            if not isinstance(flat, torch.Tensor):  # Gloo takes nothing else
                 flat = torch.frombuffer(bytearray(flat), dtype=torch.uint8)
             return _begun(self._mesh.send, flat, self._places[peer], tag)
         except RuntimeError as error:
@@ -259,7 +261,7 @@ class GlooLink:
         return standing.take(until)
 
     def attend(self, peer: int, accepts: Mapping[int, Callable[[bytes], bool]]) -> NoReturn:
-        """See ``Connections``: a thread for each tag takes all in, because each waits in Gloo."""
+        """See ``Connections``. Each tag has a thread, because each waits in Gloo."""
         failed: list[BaseException] = []
 
         def attend_to(tag: int, accept: Callable[[bytes], bool]) -> None:
@@ -299,7 +301,7 @@ class GlooLink:
         self._prompted.set()
 
     def signal(self) -> Awaitable:
-        """See ``Connections``: Gloo's thread moves all."""
+        """See ``Connections``. Gloo's thread moves the bytes."""
         return Signal()
 
     def has_come(self, peer: int, tag: int) -> bool:  # noqa: ARG002  # to ask is to wait for it
@@ -307,7 +309,7 @@ class GlooLink:
         return False
 
     def came_late(self, peer: int, tag: int) -> bool:
-        """See ``Link``: a transfer that is done says so even after the link has broken."""
+        """See ``Link``. A completed transfer reports that even after the link has broken."""
         standing = self._standing.get((peer, tag))
         return standing is not None and standing.has_come()
 
@@ -315,7 +317,7 @@ class GlooLink:
         """See ``Link``.
 
         A small send can be forgotten, too, if the peer has reset the connection and Gloo has not
-        noticed yet: of 400 interrupts on a busy machine one left another rank waiting so.
+        noticed yet: 1 of 400 interrupts on a busy machine left another rank waiting.
         """
         try:
             self._apart.do(wait)
@@ -323,28 +325,28 @@ class GlooLink:
             raise _ended(error) from error
 
     def is_interrupted(self) -> bool:
-        """See ``Link``: it has no steps in Python."""
+        """See ``Link``. It has no steps in Python."""
         return False
 
     def move(self, *, is_awaited: bool = True) -> None:
-        """See ``Link``: Gloo's thread does."""
+        """See ``Link``. Gloo's thread moves the bytes."""
 
     def farewell_of(self, peer: int) -> bytes:  # noqa: ARG002  # see below
-        """See ``Connections``; Gloo carries nothing beside what it was asked for."""
+        """See ``Connections``. Gloo carries nothing but requested messages."""
         return b""
 
     def abort(self, farewell: bytes = b"") -> None:  # noqa: ARG002  # likewise
-        """See ``Link``: a receive that times out closes all of this rank's connections."""
+        """See ``Link``. A receive that times out closes all of this rank's connections."""
         for peer in self.peers():
-            # To each in turn: a connection that is closed already refuses, and closes no other.
+            # Tried for each peer, because a closed connection refuses it and closes no other.
             self._poke(peer)
         self._apart.abandon()
 
     def call(self, peer: int) -> None:
-        """See ``Connections``: all are connected from the beginning."""
+        """See ``Connections``. All ranks are connected from the beginning."""
 
     def await_delivery(self, until: float) -> None:
-        """See ``Connections``: nothing of it can be seen here."""
+        """See ``Connections``. Gloo does not show what was delivered."""
 
     def closed(self) -> Sequence[int]:
         """See ``Connections``."""
@@ -355,15 +357,15 @@ class GlooLink:
         return len(self.closed()) == self.size - 1
 
     def peers(self) -> list[int]:
-        """All ranks that it joins but this one."""
+        """Return all ranks that it connects but this one."""
         return [peer for peer in self._places if peer != self.rank]
 
     def has_lost_any(self) -> bool:
-        """See ``Connections``: what tells of one connection's end here leaves bytes behind."""
+        """See ``Connections``. The only check, beginning a receive, leaks a few bytes each time."""
         return False
 
     def is_closed(self, peer: int) -> bool:
-        """See ``Connections``: what begins a receive is told of the end of a connection."""
+        """See ``Connections``. Beginning a receive fails if the connection has ended."""
         return bool(self._why_closed(peer))
 
     def is_out_of_reach(self, peer: int) -> bool:
@@ -385,7 +387,7 @@ class GlooLink:
     def closed_by(self) -> Sequence[int]:
         """See ``Connections``."""
         told = {peer: self._poke(peer) for peer in self.peers()}
-        # A connection on which this could time out was open: another thread is about to abort.
+        # A connection on which this timed out was open: another thread is about to abort.
         return [peer for peer, each in told.items() if _OWN_DOING not in each and _LATE not in each]
 
     def has_unread(self, peer: int) -> bool:  # noqa: ARG002  # Gloo's thread takes in what comes
@@ -393,14 +395,14 @@ class GlooLink:
         return False
 
     def unread(self) -> Sequence[bytes]:
-        """See ``Connections``: there is no probe."""
+        """See ``Connections``. There is no probe."""
         return ()
 
     def refuse(self) -> None:
-        """See ``Connections``: a message stays with its sender until it is asked for."""
+        """See ``Connections``. A message stays with its sender until it is asked for."""
 
     def _poke(self, peer: int) -> str:
-        """Begin a receive that ends at once, and say how."""
+        """Begin a receive that ends immediately, and return its error; empty if there is none."""
         try:
             _begun(self._mesh.recv, empty(1), self._places[peer], POKE_TAG).wait(_INSTANT)
         except RuntimeError as error:
@@ -411,22 +413,22 @@ class GlooLink:
 class _StandingReceive:
     """A receive of one peer's next first message, posted again whenever one was taken.
 
-    Gloo sends a message when it has heard that its receive is posted. So a peer's message need not
-    wait until this rank enters the operation: broadcasting 1 KiB to 3 ranks took 275 µs so instead
-    of 400, to 7 ranks 0.8 ms instead of 3.3.
+    Gloo sends a message once it has learned that its receive is posted. With this, a peer's message
+    need not wait until this rank enters the operation: broadcasting 1 KiB takes 275 µs to 3 ranks
+    instead of 400, and 0.8 ms to 7 ranks instead of 3.3.
     """
 
     def __init__(self, link: GlooLink, peer: int, tag: int) -> None:
         self._raw = bytearray(WINDOW_NBYTES)
         self._flat = torch.frombuffer(self._raw, dtype=torch.uint8)
-        self._link = weakref.proxy(link)  # which holds this
+        self._link = weakref.proxy(link)  # the link refers to this object
         self._peer = peer
         self._tag = tag
         self._pending: Pending = link.recv(self._flat, peer, tag)
         self._refusal = ""
 
     def take(self, until: float) -> bytes:
-        """Wait for the message, and post the next receive; see ``Link.take``."""
+        """Wait for the message and post the next receive; see ``Link.take``."""
         if self._refusal:
             raise LinkClosed(self._refusal)
         left = min(until - time.monotonic(), FOREVER_SECONDS)
@@ -435,7 +437,7 @@ class _StandingReceive:
         except RuntimeError as error:
             raise _ended(error) from error
         message = bytes(self._raw)
-        # The last one must not stay in its place: a second wait for a transfer may have no end.
+        # The completed receive must not stay there: a second wait for it may never return.
         try:
             self._pending = self._link.recv(self._flat, self._peer, self._tag)
         except LinkClosed as error:  # the peer may have left after its message
@@ -443,7 +445,7 @@ class _StandingReceive:
         return message
 
     def has_come(self) -> bool:
-        """Whether the message is there, for which nobody has waited."""
+        """Return whether the message that was not waited for is complete."""
         try:
             return not self._refusal and bool(self._pending.wait(_INSTANT))
         except RuntimeError:
@@ -451,9 +453,9 @@ class _StandingReceive:
 
 
 def see_room_for(size: int) -> None:
-    """Raise where this process can't open the files that it takes to connect so many ranks.
+    """Raise if this process can't open the files that are needed to connect ``size`` ranks.
 
-    Gloo's thread ends the process if there is none for a rank that connects, and torch tries for a
+    Gloo's thread ends the process if there is no file for a connecting rank, and torch tries for a
     minute to connect to the store.
 
     Raises:
@@ -462,14 +464,14 @@ def see_room_for(size: int) -> None:
     opened = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
     try:
         for _ in range(size - 1 + _SPARE_FILES):
-            opened.append(os.dup(opened[0]))  # those before the error are closed
+            opened.append(os.dup(opened[0]))  # those before an error are closed
     finally:
         for each in opened:
             os.close(each)
 
 
 def _ended(error: RuntimeError) -> LinkError:
-    """What Gloo raised, in the words of links."""
+    """Return the link's error for one that Gloo raised."""
     told = reason_of(error)
     if _LATE in told:
         return LinkTimeout(told)
@@ -477,19 +479,19 @@ def _ended(error: RuntimeError) -> LinkError:
 
 
 def _in_vain(error: RuntimeError) -> LinkError:
-    """The same of connections that were not made."""
+    """Return the link's error for one that Gloo raised while connecting."""
     told = str(error)
     return LinkClosed(told) if any(each in told for each in _OF_A_PEER) else LinkError(told)
 
 
 def is_cut_off(group: dist.ProcessGroup, peer: int) -> bool:
-    """Whether a process group's own Gloo connection to one of its ranks has closed.
+    """Return whether a process group's own Gloo connection to one of its ranks has closed.
 
-    Moves nothing, and closes nothing: what begins a receive that nobody answers is told of the end
-    of a connection. Each such receive keeps 130 bytes until the group is destroyed.
+    Moves nothing and closes nothing: beginning a receive that nothing answers fails if the
+    connection has ended. Each such receive occupies 130 bytes until the group is destroyed.
     """
     backend: Any = None
-    with contextlib.suppress(RuntimeError):  # it has none for CPU memory
+    with contextlib.suppress(RuntimeError):  # it has no backend for CPU memory
         backend = group._get_backend(torch.device("cpu"))  # noqa: SLF001  # no public way
     if not isinstance(backend, dist.ProcessGroupGloo):
         return False
@@ -502,11 +504,11 @@ def is_cut_off(group: dist.ProcessGroup, peer: int) -> bool:
 
 
 def _begun(begin: Callable[..., Pending], flat: Memory, place: int, tag: int) -> Pending:
-    """Begin a transfer that ``torch.profiler`` does not see.
+    """Begin a transfer that ``torch.profiler`` does not record.
 
-    Of one that it sees, the time of its end is written into the profiler's memory, even when the
-    profiler was stopped before and that memory is somebody else's: torch 2.13 damages the heap so,
-    with a plain ``irecv`` too. A receive that stands ready outlives any ``with profile()``.
+    When a recorded transfer ends, its end time is written into the profiler's memory, even if the
+    profiler has stopped and that memory has been reused. Torch 2.13 corrupts the heap that way,
+    with a plain ``irecv``, too. A receive that stays posted outlives any ``with profile()``.
     """
     if not _profiler._is_profiler_enabled:  # noqa: SLF001  # torch.optim's own way to ask
         return begin([flat], place, tag)
