@@ -1,14 +1,14 @@
-"""Makes the ranks of one group agree on a name that no earlier group of theirs ever had.
+"""Lets the ranks of a group agree on a name that none of their earlier groups had.
 
-A store outlives process groups, and groups made again get the same names: keys of an earlier
-group, even of one that crashed half-way, must not be taken for this one's. So each rank says
-hello under a fresh random number, rank 0 answers to that number, and when all have taken its
-answer it says go, with everybody's number.
+A store outlives process groups, and recreated groups get the same names. Keys of an earlier group,
+even of one that crashed half-way, must not be taken for those of the new one. So each rank writes a
+*hello* with a new random number, and rank 0 answers to that number. When all ranks have taken their
+answers, rank 0 writes a *go* with the numbers of all.
 
-So a meeting has two names. Its nonce is rank 0's number, and names keys in the store. Its session
-is made of the numbers of all ranks, and signatures are bound to it: whoever reaches the store can
-answer a guest with the nonce of an earlier meeting, but nothing that was recorded there is signed
-for a session that has this guest's number in it.
+A meeting has two names. Its nonce is rank 0's number, and names keys in the store. Its session is
+computed from the numbers of all ranks, and signatures depend on it. A process that can write to the
+store can answer a guest with the nonce of an earlier meeting, but no recorded message is signed for
+a session that includes this guest's number.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from objcomm._transport.link import Link, LinkUnreachable
 
 
-#: What errors call the meeting.
+#: The name of the meeting in errors.
 FIRST_USE = "first use of the group"
 
-#: After so long the log says which ranks have come to ``init`` and which have not.
+#: After this time the log reports which ranks have reached ``init`` and which have not.
 REPORTED_AFTER_SECONDS = 10.0
 
 _PREFIX = "objcomm"
 
-# Guests add to it, one after another, so that one look finds all.
+# All guests append to this key, so that one query finds all of them.
 _HELLOS = "hellos"
 
 _GIVEN_UP = "given up"
@@ -50,26 +50,27 @@ _GIVEN_UP = "given up"
 _PAUSE_MIN_SECONDS = 0.0005
 _PAUSE_MAX_SECONDS = 0.02
 _LONG_PAUSE_SECONDS = 0.25
-# So that the store serves so many looks a second at most, however many ranks wait: a small part of
-# what torch's TCPStore does.
+# The most queries per second that all waiting ranks together send to the store: a small part of
+# what torch's TCPStore can answer.
 _LOOKS_PER_SECOND = 4000
 _SAID_FOR_SECONDS = 1.0
-# To look whether it was heard a guest reads what all guests have said: 100 bytes of each.
+# To check whether it was heard, a guest reads all guests' hellos, 100 bytes each.
 _SAID_FOR_EACH_SECONDS = 0.01
 _READ_WITHIN_SECONDS = 5.0
-# So a pause is at most 2 % of the wait before it: who has waited for minutes is in no hurry.
+# A pause is at most 2 % of the wait before it, because a rank that has waited for minutes is in no
+# hurry.
 _GROWTH = 1.02
 
 
 class GivenUpError(Exception):
-    """Nobody waits for this meeting any more."""
+    """No rank waits for this meeting any more."""
 
 
 class LeftError(Exception):
-    """Another guest has left, and its call with it, which is this rank's call too.
+    """Another guest has left the call, which is this rank's call, too.
 
     Attributes:
-        word: what that guest has left behind.
+        word: the message that the guest has left.
     """
 
     def __init__(self, word: bytes) -> None:
@@ -78,28 +79,29 @@ class LeftError(Exception):
 
 
 class MeetingState:
-    """How far a meeting has come, for whoever watches it from another thread.
+    """The progress of a meeting, for threads that watch it.
 
     Attributes:
-        nonce: the name in the store, once this rank knows it.
-        session: what signatures are bound to, once all have met.
-        is_over: whether it was ended from outside, by ``end``.
-        parting: what a guest shall leave for the others if it leaves before the host has come; set
-            from outside, before ``end``.
-        is_pair: whether two meet for messages from rank to rank.
-        unreachable: which ranks could not reach each other, where another link is being tried.
-        without_streams: why the ranks have got another link than this one's user has chosen.
-        heed: given the blocks around the calls that wait, ends the meeting if one has failed.
-        unproven: the link over which the ranks prove who they are, while they do.
+        nonce: its name in the store, once this rank knows it.
+        session: what signatures depend on, once all have met.
+        is_over: whether ``end`` was called.
+        parting: the message that a guest leaves for the others if it leaves before the host has
+            come; set from outside, before ``end``.
+        is_pair: whether two ranks meet for point-to-point messages.
+        unreachable: which ranks could not reach each other, while another link is being tried.
+        without_streams: why the ranks use a link that this rank's user has not chosen.
+        heed: called with the blocks around the waiting calls; ends the meeting if one of them has
+            failed.
+        unproven: the link on which the ranks prove who they are, while they do.
     """
 
     def __init__(self, rank: int, members: tuple[int, ...], *, is_pair: bool = False) -> None:
-        """Begin.
+        """Create the state of a meeting that has not begun.
 
         Args:
-            rank: this one.
-            members: who meets, the host first.
-            is_pair: whether they meet for messages from rank to rank.
+            rank: this rank.
+            members: the ranks that meet, the host first.
+            is_pair: whether two ranks meet for point-to-point messages.
         """
         self.is_pair = is_pair
         self._members = members
@@ -115,25 +117,25 @@ class MeetingState:
         self._awaits = members[1 if rank == members[0] else 0]
 
     def end(self) -> None:
-        """End it from outside; a thread that waits for another rank's proof waits no longer."""
+        """End it from outside, including a wait for another rank's proof."""
         self.is_over = True
         link = self.unproven
         if link is not None:
             link.abort()
 
     def watch(self, entry: CallRecord) -> None:
-        """Let ``entry`` tell whom this rank awaits."""
+        """Show in ``entry`` which rank this one awaits."""
         self._entries.append(entry)
         entry.awaits = self._awaits
 
     def look_around(self) -> None:
-        """Let go, before this rank joins another, of what a failure around its calls has ended.
+        """Before joining other ranks, raise if a failure around the calls has ended the meeting.
 
-        The rank that failed has told so before it left the block, and may be here from outside: it
-        must not join a call that it would end.
+        A rank that failed has reported that before it left the block, and may be here with a call
+        after the block, which must not meet a call inside it.
 
         Raises:
-            GivenUpError: it was ended.
+            GivenUpError: the meeting was ended.
         """
         blocks = {block for entry in self._entries for block in entry.regions}
         if blocks and self.heed is not None:
@@ -142,10 +144,13 @@ class MeetingState:
             raise GivenUpError
 
     def await_rank(self, peer: int) -> None:
-        """Say whom this rank awaits, as a position among the members.
+        """Record that this rank awaits another one.
+
+        Args:
+            peer: its position among the members.
 
         Raises:
-            GivenUpError: it need not.
+            GivenUpError: the meeting was ended.
         """
         if self.is_over:
             raise GivenUpError
@@ -155,11 +160,11 @@ class MeetingState:
 
 
 class Met(NamedTuple):
-    """What the ranks have told each other.
+    """What the ranks have learned from each other.
 
     Attributes:
-        hosts: of each member, as a number; they count from 0 in the order of their first members.
-        doors: where each member can be reached, in its own words.
+        hosts: host number of each member, counted from 0 in the order of first appearance.
+        doors: where each member can be reached, as it has described it.
     """
 
     hosts: tuple[int, ...]
@@ -167,24 +172,24 @@ class Met(NamedTuple):
 
 
 def meet(store: dist.Store, rank: int, size: int, meeting: MeetingState, door: str = "-") -> Met:
-    """Meet all ranks and agree on names that are new, which ``meeting`` gets, and on the places.
+    """Meet all ranks and agree on new names, which ``meeting`` gets, and on the addresses.
 
-    Every member must call this. It has no limit of its own: see ``MeetingState.end``.
+    Every member must call this. It has no time limit; see ``MeetingState.end``.
 
     Args:
-        store: the group's own.
-        rank: this one's position among the members; 0 is the host.
+        store: the group's store.
+        rank: this rank's position among the members; 0 is the host.
         size: number of members.
-        meeting: tells others how far it has come.
-        door: what the others are told of where this rank can be reached; one word.
+        meeting: shows other threads the progress.
+        door: where the others can reach this rank; one word.
 
     Returns:
-        What all have told.
+        What all ranks have written.
 
     Raises:
-        GivenUpError: it was ended from outside.
+        GivenUpError: the meeting was ended from outside.
         LeftError: another guest has ended the call, and no host had come.
-        WireError: rank 0 did not meet this rank, or no rank wrote what stands in the store.
+        WireError: rank 0 did not meet this rank, or no rank wrote what the store contains.
     """
     ours = dist.PrefixStore(_PREFIX, store)
     if rank != 0:
@@ -193,13 +198,13 @@ def meet(store: dist.Store, rank: int, size: int, meeting: MeetingState, door: s
 
 
 def forget(store: dist.Store, nonce: str, size: int, left: Iterable[str]) -> None:
-    """Leave nothing behind; every rank calls this when it is connected, the last one cleans up.
+    """Clean up; every rank calls this when it is connected, and the last one removes the keys.
 
     Args:
-        store: as ``meet`` got it.
+        store: as passed to ``meet``.
         nonce: of the meeting.
         size: number of members.
-        left: the keys of this store in which the link has left something.
+        left: keys in this store that the link has left.
     """
     ours = dist.PrefixStore(_PREFIX, store)
     if ours.add(f"connected/{nonce}", 1) < size:
@@ -216,15 +221,15 @@ def _meet_as_host(store: dist.Store, size: int, meeting: MeetingState, door: str
     try:
         joined = _answer(store, meeting, answered)
     except GivenUpError:
-        if meeting.is_pair and any(answered.values()):  # the guest has nobody else to wait for
+        if meeting.is_pair and any(answered.values()):  # the guest waits for no other rank
             store.set(f"go/{nonce}", _GIVEN_UP)
         raise
-    # A hello that another guest adds meanwhile is lost, and it says so once more.
+    # The hello of a guest that appends to it now is lost, but guests repeat it.
     store.delete_key(_HELLOS)
     store.delete_key(f"joined/{nonce}")
     for peer, hellos in answered.items():
         for number in hellos:
-            if number != joined[peer]:  # nobody has read it
+            if number != joined[peer]:  # no rank has read it
                 store.delete_key(f"welcome/{number}")
     taken = [nonce, *(joined[peer] for peer in answered)]
     places = [answered[peer][joined[peer]].partition(" ") for peer in answered]
@@ -242,14 +247,14 @@ def _meet_as_host(store: dist.Store, size: int, meeting: MeetingState, door: str
 def _answer(
     store: dist.Store, meeting: MeetingState, answered: dict[int, dict[str, str]]
 ) -> dict[int, str]:
-    """Answer all guests until each has joined; returns under which number each did.
+    """Answer all guests until each has joined; return the number with which each did.
 
-    However many they are, each look takes two questions to the store.
+    Each round takes two queries to the store, however many guests there are.
 
     Args:
-        store: theirs.
-        meeting: tells whom this rank awaits.
-        answered: gets, of each guest, the numbers that were answered, with its machine.
+        store: the store of the meeting.
+        meeting: shows which rank this one awaits.
+        answered: gets, for each guest, the numbers that were answered, with its machine and door.
     """
     nonce = meeting.nonce
     joined: dict[int, str] = {}
@@ -261,7 +266,7 @@ def _answer(
             heard = hellos
             new = []
             for peer, number, place in _entries(hellos, answered):
-                if number not in answered[peer]:  # a stale hello is answered too, to nobody
+                if number not in answered[peer]:  # a stale hello is answered, too, without effect
                     answered[peer][number] = place
                     new.append(f"welcome/{number}")
             if new:
@@ -280,10 +285,10 @@ def _answer(
 
 
 def _entries(text: str, guests: Container[int]) -> Iterator[tuple[int, str, str]]:
-    """What guests have added to a key, one after another: who, its number, and the rest.
+    """Yield what guests have appended to a key: the rank, its number, and the rest.
 
     Raises:
-        WireError: no rank wrote one of them.
+        WireError: no rank wrote one of the entries.
     """
     for entry in text.splitlines():
         peer, _, said = entry.partition(" ")
@@ -294,17 +299,17 @@ def _entries(text: str, guests: Container[int]) -> Iterator[tuple[int, str, str]
 
 
 def _append(store: dist.Store, key: str, entry: str) -> None:
-    """Add an entry to what stands under a key, if anything does, in one step.
+    """Append an entry to a key, which may not exist, in one step.
 
-    A store without an operation for that gets it by comparing. Torch does so as well, but it tries
-    on for ever where another rank removes the key meanwhile (2.13).
+    If the store lacks that operation, compare_set does it. Torch's own fallback (2.13) loops
+    forever if another rank removes the key in the meantime.
     """
     if store.has_extended_api():  # type: ignore[attr-defined]  # not in torch's stub
         store.append(key, entry)  # type: ignore[attr-defined]  # likewise
         return
     found = ""
     while (standing := store.compare_set(key, found, found + entry).decode()) != found + entry:
-        found = "" if standing == found else standing  # the same: it was removed
+        found = "" if standing == found else standing  # equal: the key was removed
 
 
 def _meet_as_guest(
@@ -340,26 +345,26 @@ def _meet_as_guest(
 
 
 def _leave_word(store: dist.Store, size: int, rank: int, own: str, word: bytes) -> None:
-    """Answer the other guests, if no host has come."""
+    """Leave a message for the other guests if no host has come."""
     if store.check([f"welcome/{own}"]):
         return
     for peer, number, _ in _entries(_read_text(store, _HELLOS) or "", range(1, size)):
-        if peer != rank:  # it may be here once more by now
+        if peer != rank:  # this rank may already have written a new hello
             store.compare_set(f"welcome/{number}", "", _GIVEN_UP + word.hex())
 
 
 def _agreed(  # noqa: PLR0917  # what this rank has told, and what it gets
     told: str, number: str, door: str, rank: int, size: int, meeting: MeetingState
 ) -> Met:
-    """What rank 0 has told with all numbers; gives ``meeting`` the session.
+    """Return what rank 0 has written together with all numbers; set the session of ``meeting``.
 
     Args:
-        told: for each rank its host, its door and its number.
-        number: this rank's own, which nobody knew before: without it in its place, all this may be
-            of another meeting.
-        door: this rank's own: with another one in its place, somebody wants the others to call
-            there, and to pass on what they say.
-        rank: its place.
+        told: host, door and number of each rank.
+        number: this rank's number, which nobody knew before. If it is not in its place, all this
+            may be from another meeting.
+        door: this rank's door. If another one is in its place, someone wants the others to call
+            there in order to relay their messages.
+        rank: this rank's position.
         size: number of ranks.
         meeting: gets the session.
 
@@ -378,7 +383,7 @@ def _agreed(  # noqa: PLR0917  # what this rank has told, and what it gets
 
 
 def _say_again(store: dist.Store, hello: str) -> None:
-    """Say hello once more, if the host of a meeting that has just ended has removed the first."""
+    """Repeat the hello if the host of a meeting that has just ended has removed it."""
     if hello not in (_read_text(store, _HELLOS) or ""):
         _append(store, _HELLOS, hello)
 
@@ -386,14 +391,14 @@ def _say_again(store: dist.Store, hello: str) -> None:
 def call_the_roll(
     store: dist.Store, rank: int, size: int, seconds: float, turn: str
 ) -> tuple[int, ...]:
-    """Return when every rank has called this, or who has not; nobody need have met before.
+    """Wait until every rank has called this; the ranks need not have met before.
 
     Args:
-        store: the ranks have it in common; rank 0 may be its host, and leaves last.
-        rank: this one; 0 says when all have come, and when they have waited long enough.
+        store: shared by the ranks; rank 0 may host it, and leaves last.
+        rank: this rank; rank 0 announces that all have come, or that the wait is over.
         size: number of ranks.
         seconds: how long to wait at most.
-        turn: of several that the same store may see.
+        turn: distinguishes this call from others in the same store.
 
     Returns:
         The ranks that have not come.
@@ -434,17 +439,17 @@ def call_the_roll(
 
 
 def _await_readers(store: dist.Store, keys: list[str]) -> None:
-    """Keep the store until they have read why nobody waits any more, or are gone themselves."""
+    """Keep the store until the ranks have read why the wait is over, or for a few seconds."""
     expires = time.monotonic() + _READ_WITHIN_SECONDS
     while keys and not store.check(keys) and time.monotonic() < expires:
         time.sleep(_PAUSE_MAX_SECONDS)
 
 
 def await_all(store: dist.Store, size: int) -> None:
-    """Return when every rank has called this; it may be called again, in the same store.
+    """Wait until every rank has called this; may be called again with the same store.
 
     Args:
-        store: the ranks have it in common; its time limit is the one that counts.
+        store: shared by the ranks; its timeout applies.
         size: number of ranks.
 
     Raises:
@@ -467,7 +472,7 @@ def await_all(store: dist.Store, size: int) -> None:
                 )
             pause = _sleep(pause, size)
     except dist.DistNetworkError:
-        return  # the store's host does not leave before all have come; if it died, calls say so
+        return  # the store's host leaves after all have come; if it died, later calls report that
 
 
 def _wait_for(
@@ -477,14 +482,14 @@ def _wait_for(
     meeting: MeetingState,
     say_again: Callable[[], None] | None = None,
 ) -> str:
-    """What stands under a key, once something does.
+    """Return the value of a key as soon as it exists.
 
     Args:
-        store: where.
-        key: only this rank, or all, wait for it.
-        size: how many ranks wait for something in this store.
-        meeting: tells whether to wait on.
-        say_again: to be done now and then.
+        store: the store to query.
+        key: a key for which only this rank waits, or all ranks do.
+        size: number of ranks that wait for something in this store.
+        meeting: shows whether to keep waiting.
+        say_again: called now and then.
     """
     began = said = time.monotonic()
     pause = _PAUSE_MIN_SECONDS
@@ -496,7 +501,7 @@ def _wait_for(
         if say_again is not None and now - said > often:
             say_again()
             said = now
-    meeting.await_rank(0)  # an answer may have come to who had given up
+    meeting.await_rank(0)  # the answer may have come after this rank gave up
     return found
 
 
@@ -509,14 +514,14 @@ def _read_text(store: dist.Store, key: str) -> str | None:
 
 
 def damaged(found: object) -> WireError:
-    """The error of a rank that read what no rank writes, such as another program's word."""
+    """Return the error for a value that no rank has written, such as another program's."""
     return WireError(
         f"the store where ranks meet holds data that objcomm did not write: {found!r:.80}"
     )
 
 
 def _sleep(pause: float, size: int = 1) -> float:
-    """Pause between two looks of one of ``size`` ranks that look; returns the next pause."""
+    """Pause between two queries of one of ``size`` waiting ranks; return the next pause."""
     time.sleep(pause)
     longest = max(_PAUSE_MAX_SECONDS, size / _LOOKS_PER_SECOND)
     if pause < longest:
