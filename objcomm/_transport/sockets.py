@@ -1,9 +1,9 @@
-"""Lets the kernel notice that the host at the other end of a connection is out of reach.
+"""Makes the kernel detect that the host at the other end of a connection is out of reach.
 
-A host that loses power or its network closes nothing. Who sends to it hears of that after a quarter
-of an hour, by Linux' own limits, and who waits for its bytes never does. So the kernel is told to
-ask, on connections of objcomm's own, and those on which no answer came for so long are ended. It is
-the other kernel that answers: a process that computes, or is stopped, is as good as any.
+A host that loses power or its network closes nothing. By Linux's own limits, a sender learns of
+that after a quarter of an hour, and a receiver never does. So the kernel is told to probe objcomm's
+own connections, and those on which no answer came for too long are ended. The other kernel answers
+the probes, so a process that computes or is stopped counts as alive.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-# What Linux says of a connection that it gave up: the last is what a router, or the own host, has
-# told it meanwhile.
+# Linux's errors for a connection that it gave up: a timeout, or what a router or the local host
+# has reported last.
 _OUTAGES = [
     os.strerror(each)
     for each in (
@@ -32,17 +32,17 @@ _OUTAGES = [
     )
 ]
 
-# Of Linux' struct tcp_info: how often the oldest packet was sent again, how many questions were
-# asked in vain; how many packets are not answered; milliseconds since something was sent, and since
-# the last answer; and how many bytes were not sent yet.
+# From Linux's struct tcp_info: how often the oldest packet was retransmitted, number of unanswered
+# probes, number of unacknowledged packets, milliseconds since something was sent and since the last
+# answer, and number of bytes not sent yet.
 _TCP_INFO = struct.Struct("=2xBB20xI16xI8xI84xI")
-# A watchdog looks four times a second, if its process gets a turn.
+# A watchdog checks four times a second if its process is scheduled.
 _LATE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.001
-# A network may lose a packet. The next is sent after 0.2 s, 0.4 s, 0.8 s.
+# A network may lose a packet, which is sent again after 0.2 s, 0.4 s and 0.8 s.
 _REPEATED_MAX = 2
 
-# How often it asks before it gives up.
+# Number of probes within the time limit.
 _QUESTIONS = 4
 _MOST_QUESTIONS = 127
 _TCP_RTO_MAX_MS = 44  # linux/tcp.h; Python 3.11 has no name for it
@@ -52,12 +52,12 @@ _LONGEST_SECONDS = 2_000_000  # TCP_USER_TIMEOUT has 31 bits for milliseconds
 
 
 def open_sockets() -> dict[int, int]:
-    """This process's sockets: their descriptors by inode; none where the system lists none."""
+    """Return this process's sockets: descriptors by inode; empty if the system lists none."""
     found = {}
-    with contextlib.suppress(OSError):  # no Linux
+    with contextlib.suppress(OSError):  # not Linux
         for entry in Path("/proc/self/fd").iterdir():
             descriptor = int(entry.name)
-            with contextlib.suppress(OSError):  # closed meanwhile
+            with contextlib.suppress(OSError):  # closed in the meantime
                 status = os.fstat(descriptor)
                 if stat.S_ISSOCK(status.st_mode):
                     found[status.st_ino] = descriptor
@@ -65,16 +65,16 @@ def open_sockets() -> dict[int, int]:
 
 
 def notice_outages(before: Collection[int], seconds: float, port: int = 0) -> None:
-    """Let connections end when nothing was heard from their other ends for ``seconds``.
+    """Make connections end if nothing was heard from their other ends for ``seconds``.
 
-    Torch does not hand out its sockets, so these are all that are new. One that another thread of
-    the user's opens in the same milliseconds may be among them: it too is ended by an unreachable
-    host, and by nothing else.
+    Torch does not expose its sockets, so this applies to all new ones. They may include one that
+    another thread of the user's opens within the same milliseconds: it will be ended by an
+    unreachable host, too, and by nothing else.
 
     Args:
-        before: inodes of sockets that are none of these.
-        seconds: infinity for never.
-        port: of the other ends; those that lead to another are let be, unless it is 0.
+        before: inodes of earlier sockets, which are skipped.
+        seconds: time limit; infinity for none.
+        port: remote port; connections to other ports are skipped unless it is 0.
     """
     if math.isinf(seconds):
         return
@@ -85,28 +85,28 @@ def notice_outages(before: Collection[int], seconds: float, port: int = 0) -> No
 
 
 def other_ends(before: Collection[int], port: int) -> set[Any]:
-    """Addresses of this port to which new connections of this process lead.
+    """Return the addresses with this port to which new connections of this process lead.
 
     Args:
         before: inodes of sockets that are not new.
-        port: of the other ends.
+        port: remote port.
     """
     found = {address for inode, address, _ in _connections() if inode not in before}
     return {address for address in found if address[1] == port}
 
 
 def addresses_towards(port: int) -> set[str]:
-    """This host's addresses from which connections of this process lead to such a port elsewhere.
+    """Return this host's addresses from which this process is connected to a remote port.
 
     Args:
-        port: of the other ends.
+        port: remote port.
     """
     found = {end.getsockname()[0] for _, address, end in _connections() if address[1] == port}
     return {address.removeprefix("::ffff:") for address in found}
 
 
 def connected(before: Collection[int], port: int = 0) -> dict[int, int]:
-    """New connections of this process, to this port unless it is 0: descriptors by inode."""
+    """Return new connections of this process, to ``port`` unless it is 0: descriptors by inode."""
     new = {
         inode
         for inode, address, _ in _connections()
@@ -116,17 +116,17 @@ def connected(before: Collection[int], port: int = 0) -> dict[int, int]:
 
 
 class Silence:
-    """For how long the host at the other end of a connection has answered nothing that was asked.
+    """Measures how long the host at the other end of a connection has left packets unanswered.
 
-    TCP_USER_TIMEOUT would not do: Linux ends by it also a connection whose other end takes nothing
-    in, however often that host answers.
+    TCP_USER_TIMEOUT is no alternative: by it, Linux also ends a connection whose other end reads
+    nothing, although that host answers.
     """
 
     def __init__(self, end: socket.socket, limit_seconds: float) -> None:
-        """Let the kernel ask on a connection that is idle.
+        """Make the kernel probe the connection when it is idle.
 
         Args:
-            end: this process's own.
+            end: this process's end.
             limit_seconds: how long is too long; infinity for the system's own limits.
         """
         self._end = end
@@ -135,18 +135,18 @@ class Silence:
         ask_when_idle(end, limit_seconds)
 
     def is_too_long(self) -> bool:
-        """Whether the limit has passed; to be asked some times each second."""
+        """Return whether the limit has passed; call this several times a second."""
         if math.isinf(self._limit_seconds):
             return False
         try:
             repeated, probes, unanswered, sent_before, heard_before, _ = _told_of(self._end)
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             return False
         now = time.monotonic()
-        # What was sent just now may be answered a moment later. What the other end has no room for
-        # is sent again more and more rarely, and its host answers each time; of questions whether
-        # there is room it may pass over one (tcp_invalid_ratelimit). And this process may have been
-        # away since it looked last.
+        # What was just sent may be answered a moment later. Data for which the other end has no
+        # buffer is sent again ever more rarely, and its host answers each time, except that it may
+        # skip one window probe (tcp_invalid_ratelimit). And this process may not have been running
+        # since it last checked.
         is_asked = probes > 1 or (unanswered and repeated and heard_before > sent_before)
         is_late = now - self._looked_at > max(_LATE_SECONDS, self._limit_seconds / 4)
         self._looked_at = now
@@ -158,27 +158,27 @@ class Silence:
 
 
 def ask_when_idle(end: socket.socket, seconds: float) -> None:
-    """Let the kernel ask an idle connection's other end, a few times in so many seconds.
+    """Make the kernel probe the other end of an idle connection, a few times in ``seconds``.
 
-    It gives up after some 30 times as long: as long as nobody waits for the other end, an outage
-    may pass. Where somebody does, ``Silence`` counts what was asked in vain.
+    It gives up after about 30 times as long: while no thread waits for the other end, an outage may
+    pass. While one does, ``Silence`` counts the unanswered probes.
 
     Args:
-        end: this process's own.
-        seconds: infinity for never.
+        end: this process's end.
+        seconds: time limit; infinity for none.
     """
     if math.isinf(seconds):
         return
     _have_asked(end, seconds)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _MOST_QUESTIONS)
-    # Else the pauses between its tries grow to two minutes, also where the network is there again.
+    # Otherwise the pauses between retries grow to two minutes, even if the network is back.
     longest = max(1000, min(round(seconds / _QUESTIONS * 1000), _RTO_MAX_MS))
     with contextlib.suppress(OSError):  # Linux before 6.15
         end.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, longest)
 
 
 def _have_asked(end: socket.socket, seconds: float) -> None:
-    """Let the kernel ask an idle connection's other end a few times in ``seconds``."""
+    """Make the kernel probe the other end of an idle connection a few times in ``seconds``."""
     pause = min(math.ceil(seconds / _QUESTIONS), _LONGEST_PAUSE_SECONDS)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
@@ -188,14 +188,14 @@ def _have_asked(end: socket.socket, seconds: float) -> None:
 def await_delivery(
     ends: Collection[socket.socket], until: float, *, is_draining: bool = False
 ) -> None:
-    """Wait until the other ends' hosts have all that was sent there, or don't answer.
+    """Wait until the other ends' hosts have received all that was sent, or do not answer.
 
-    A connection that is closed with anything unread forgets what has yet to be sent.
+    Closing a connection with unread data discards what has yet to be sent.
 
     Args:
-        ends: this process's own; they don't block.
-        until: when to return at the latest, as ``time.monotonic`` has it.
-        is_draining: whether to throw away what comes meanwhile, so that nothing lies unread.
+        ends: this process's ends; non-blocking.
+        until: when to return at the latest (``time.monotonic``).
+        is_draining: whether to discard data that arrives meanwhile, so that none is left unread.
     """
     left = list(ends)
     while left := [end for end in left if _is_on_its_way(end, is_draining=is_draining)]:
@@ -211,22 +211,22 @@ def _is_on_its_way(end: socket.socket, *, is_draining: bool) -> bool:
             return False
         with contextlib.suppress(BlockingIOError):
             if is_draining:
-                return bool(end.recv(1 << 20))  # nothing where the other end has closed it
+                return bool(end.recv(1 << 20))  # no bytes if the other end has closed it
     except OSError:
         return False
     return True
 
 
 def _told_of(end: socket.socket) -> tuple[int, ...]:
-    """What the system says of a connection, see ``_TCP_INFO``."""
+    """Return what the system reports about a connection, see ``_TCP_INFO``."""
     told = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     return _TCP_INFO.unpack(told.ljust(_TCP_INFO.size, b"\0"))
 
 
 def has_closed(inode: int, descriptor: int) -> bool:
-    """Whether the other end of a connection that this process holds has closed it."""
+    """Return whether the other end of a connection of this process has closed it."""
     with contextlib.suppress(OSError):
-        if os.fstat(descriptor).st_ino != inode:  # the number is another one's by now
+        if os.fstat(descriptor).st_ino != inode:  # the descriptor was reused
             return True
         watched = select.poll()
         watched.register(descriptor, select.POLLRDHUP)
@@ -235,37 +235,37 @@ def has_closed(inode: int, descriptor: int) -> bool:
 
 
 def hang_up(addresses: Collection[Any]) -> None:
-    """End this process's connections that lead to these addresses: who waits for one hears so."""
+    """End this process's connections to these addresses, which wakes threads that wait for one."""
     for _, address, end in _connections():
         if address in addresses:
             end.shutdown(socket.SHUT_RDWR)
 
 
 def _connections() -> Iterator[tuple[int, Any, socket.socket]]:
-    """This process's connections over a network: inode, the other end's address, and a copy."""
+    """Yield this process's network connections: inode, remote address, and a duplicate."""
     for inode, descriptor in open_sockets().items():
-        # Closed meanwhile, or it leads nowhere.
+        # It was closed in the meantime, or is not connected.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as end:
             if end.family in {socket.AF_INET, socket.AF_INET6}:
                 yield inode, end.getpeername(), end
 
 
 def is_outage(told: str) -> bool:
-    """Whether the text of an error has the kernel's words for a host that is out of reach."""
+    """Return whether an error's text is the kernel's for a host that is out of reach."""
     return any(each in told for each in _OUTAGES)
 
 
 def _limit(inode: int, descriptor: int, seconds: float, port: int) -> None:
-    with socket.socket(fileno=descriptor) as end:  # a copy: closing it ends nothing
+    with socket.socket(fileno=descriptor) as end:  # a duplicate: closing it ends nothing
         is_it = os.fstat(end.fileno()).st_ino == inode
         is_tcp = end.type == socket.SOCK_STREAM and end.family != socket.AF_UNIX
         if not is_it or not is_tcp or end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return
         if port and end.getpeername()[1] != port:
             return
-        if end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):  # a stream's: ``Silence`` does
+        if end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):  # stream links use ``Silence``
             return
         milliseconds = max(1, round(min(seconds, _LONGEST_SECONDS) * 1000))
         _have_asked(end, seconds)
-        # Also while something is under way, when nothing is asked.
+        # Also while data is unacknowledged, when the kernel sends no probes.
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)

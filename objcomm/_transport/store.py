@@ -1,12 +1,11 @@
-"""Stores in which ranks meet: this process's connections to one, and what ranks leave there.
+"""Stores in which ranks meet: this process's connections to them, and the records in them.
 
-The host of torch's ``TCPStore`` looks up the name of whoever connects, and answers nobody
-meanwhile: where the resolver loses a query, a new connection holds all ranks for 5 s. So those that
-are there are used again.
+The host of torch's ``TCPStore`` looks up the name of each new client, and answers no other client
+meanwhile. If the resolver loses a query, one new connection delays all ranks by 5 s. So existing
+connections are reused.
 
-Anybody who reaches a store may replace what stands there. A record in it is a named tuple or a
-dataclass, and what it declares its fields to be is what is taken for one: no more is checked by
-whoever reads it.
+Any process that reaches a store may replace its values. A record is a named tuple or a dataclass,
+and reading one checks each field against its declared type. Readers check nothing else.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -33,14 +32,14 @@ if TYPE_CHECKING:
 
 
 _NO_KEY = "objcomm/nobody writes this"
-_NOTHING = "objcomm has found nothing"  # no value of ours begins so
+_NOTHING = "objcomm has found nothing"  # no value of objcomm begins so
 
-# For a host that is there to take a connection; what takes longer is left to torch.
+# For a host that is up and takes connections; slower cases are left to torch.
 _TAKEN_WITHIN_SECONDS = 1.0
 
 
 def reason_of(error: BaseException) -> str:
-    """What torch says, without its source file and its general advice."""
+    """Return torch's message without its source file and its general advice."""
     text = str(error)
     if text.startswith("["):
         text = text.partition("] ")[2]
@@ -48,21 +47,22 @@ def reason_of(error: BaseException) -> str:
 
 
 def read(store: dist.Store | UntilLost, key: str) -> bytes | None:
-    """What stands under a key, if there is something; blocks no longer than the answer takes.
+    """Return the value of a key, or None; blocks only as long as the store takes to answer.
 
-    Between torch's ``check`` and ``get`` another rank may remove the key, and ``get`` waits for the
-    store's own limit then, 5 minutes. To compare is one step, and changes nothing here.
+    Between torch's ``check`` and ``get`` another rank may remove the key, and ``get`` would then
+    wait for the store's own limit, 5 minutes. A comparison is a single step, and changes nothing
+    here.
     """
     found: bytes = store.compare_set(key, _NOTHING, _NOTHING)
     return None if found == _NOTHING.encode() else found
 
 
 def loopback_store() -> dist.TCPStore:
-    """A store that this process hosts for ranks on this machine, on a free port.
+    """Return a store that this process hosts for ranks on this machine, on a free port.
 
-    On a socket for both families, as torch makes it, a client is called ``::ffff:127.0.0.1``, which
-    is in no hosts file. On this one it is ``127.0.0.1``, and the host need not ask for its name. A
-    client still asks for that of the host, and alone waits for the answer (torch 2.13).
+    On a dual-stack socket, as torch creates it, a client's address is ``::ffff:127.0.0.1``, which
+    is in no hosts file. On this one it is ``127.0.0.1``, so the host need not query a name server.
+    A client still looks up the host's name, but only the client waits for that (torch 2.13).
     """
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return dist.TCPStore(
@@ -75,24 +75,24 @@ def loopback_store() -> dist.TCPStore:
 
 
 class UntilLost:
-    """A store that is asked nothing more once its host is gone.
+    """A store that is not queried any more once its host is gone.
 
-    Torch writes a page to stderr, with its own C++ frames, each time that it finds that out.
+    Torch writes a page to stderr, with its C++ stack, each time that it detects that.
     """
 
     def __init__(self, store: dist.Store, ends: Mapping[int, int]) -> None:
-        """Begin.
+        """Wrap a store.
 
         Args:
-            store: which.
-            ends: this process's connections to it, as ``sockets.connected`` gives them.
+            store: the store.
+            ends: this process's connections to it, as ``sockets.connected`` returns them.
         """
         self._store = store
         self._ends = dict(ends)
         self._lost = ""
 
     def __getattr__(self, operation: str) -> Callable[..., Any]:
-        """The store's operation of that name; raises ``DistNetworkError`` once one has."""
+        """Return a method of the store; once one has raised ``DistNetworkError``, all do."""
         ask = getattr(self._store, operation)
 
         def asked(*arguments: object) -> Any:
@@ -110,33 +110,33 @@ class UntilLost:
 
 
 class Clients:
-    """This process's connections to one store, each lent to one thread at a time.
+    """This process's connections to one store, each used by one thread at a time.
 
-    A ``TCPStore`` lets one thread in, and who waits in it keeps the others out: two threads that
-    connect at once over the same one, or over the user's own, would wait for each other.
+    A ``TCPStore`` serves one thread at a time, even while that thread waits. Two threads that
+    connect at the same time through one client, or through the user's, would wait for each other.
     """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._free: list[dist.Store] = []
-        self._latest: dict[int, int] = {}  # of ``connected``
+        self._latest: dict[int, int] = {}  # from ``connected``
 
     def take(self, store: dist.Store, lost_seconds: float) -> dist.Store:
-        """A connection that nobody else uses, until it is given back.
+        """Return a connection that no other thread uses until it is given back.
 
-        It blocks in C++ if there is none and the store's host is slow.
+        If none is free, connecting blocks in C++ while the store's host is slow.
 
         Args:
-            store: where a new one shall lead, with its prefix; the same at each call.
-            lost_seconds: for how long the store's host may be out of reach.
+            store: the store, with its prefix, to which to connect; the same in each call.
+            lost_seconds: how long the store's host may be out of reach.
 
         Raises:
-            DistNetworkError: the latest has closed, and so has the store.
+            DistNetworkError: the latest connection has closed, and so has the store.
         """
-        if self._pid != os.getpid():  # what a parent has opened is the parent's
+        if self._pid != os.getpid():  # a parent's connections belong to the parent
             self._pid, self._free = os.getpid(), []
         while (kept := self._last_kept()) is not None:
-            # It may have broken while nobody used it, by an outage for instance.
+            # It may have broken while unused, for example by an outage.
             with contextlib.suppress(dist.DistNetworkError):
                 kept.check([_NO_KEY])
                 return kept
@@ -145,7 +145,7 @@ class Clients:
         before = open_sockets()
         own: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
         if isinstance(end := bare(own), dist.TCPStore):
-            # Nothing else asks on it, maybe for hours, in which a firewall may forget it.
+            # It may be idle for hours, in which a firewall may forget it.
             notice_outages(before, lost_seconds, end.port)
             self._latest = connected(before, end.port)
         return own
@@ -156,14 +156,14 @@ class Clients:
         return None
 
     def give_back(self, own: dist.Store) -> None:
-        """Let others use it; one that has raised is to be dropped: an answer may be under way."""
+        """Make a connection available again; drop one that has raised: an answer may still come."""
         self._free.append(own)
 
 
 def refuse_lost(store: dist.Store) -> None:
-    """Raise if nobody listens where a store was: torch tries on for its own limit, 5 minutes.
+    """Raise if nothing listens at the store's address: torch keeps trying for its limit, 5 minutes.
 
-    An outage is not told so, and may pass.
+    An outage, which may pass, does not raise.
     """
     if isinstance(end := bare(store), dist.TCPStore):
         try:
@@ -176,29 +176,30 @@ def refuse_lost(store: dist.Store) -> None:
 
 R = TypeVar("R")
 
-# What ranks tell of thousands of ranks is shorter. In memory a hostile record is 75 times as long.
+# Records about thousands of ranks are shorter. In memory, a malicious record takes 75 times as
+# much.
 _RECORD_MAX_NBYTES = 4 << 20
 
-_TEXT_ERRORS = "surrogatepass"  # call sites and messages hold what the file system and users give
+_TEXT_ERRORS = "surrogatepass"  # call sites and messages may contain any text
 
 
 def pack_record(record: Sequence[Any]) -> bytes:
-    """A named tuple as bytes; ``unpack_record`` says what its fields may be."""
+    """Return a record as bytes; see ``unpack_record`` for its field types."""
     packed: bytes = msgpack.packb(record, default=dataclasses.astuple, unicode_errors=_TEXT_ERRORS)
     return packed
 
 
 def unpack_record(raw: bytes, kind: type[R], what: str) -> R:
-    """The record of which these bytes were made.
+    """Return the record that was packed.
 
     Args:
-        raw: what ``pack_record`` gave.
+        raw: the result of ``pack_record``.
         kind: the record's type. Its fields are numbers, text, bytes, members of an enum, other
-            records, tuples of these, or None instead; ``Annotated`` with a range bounds a number.
-        what: the record's name, for the error.
+            records, tuples of these, or optional. ``Annotated`` with a range restricts a number.
+        what: the record's name, for errors.
 
     Raises:
-        WireError: another program wrote it, a field is not what ``kind`` says, or it is too long.
+        WireError: another program wrote it, a field does not match ``kind``, or it is too long.
     """
     if len(raw) > _RECORD_MAX_NBYTES:
         raise WireError(f"the store holds {what} of {len(raw)} bytes, which objcomm did not write")
@@ -211,7 +212,7 @@ def unpack_record(raw: bytes, kind: type[R], what: str) -> R:
 
 @functools.cache
 def _maker(kind: Any) -> Callable[[Any], Any]:
-    """What makes a ``kind`` of plain data, or raises ValueError or TypeError."""
+    """Return a function that converts plain data to ``kind``, or raises ValueError or TypeError."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     make: Callable[[Any], Any]
     if origin is typing.Annotated:
@@ -267,6 +268,6 @@ def _together(*members: Any) -> tuple[Any, ...]:
 
 
 def _fixed(makers: Sequence[Callable[[Any], Any]], kind: Callable[..., Any], plain: Any) -> Any:
-    """As many members as there are makers."""
+    """Convert as many members as there are makers."""
     members = zip(makers, _exact(list, plain), strict=True)
     return kind(*[make(each) for make, each in members])
