@@ -1,12 +1,13 @@
-"""Memory that one process fills and others of its host read, without a copy for each.
+"""Memory that one process fills and others on its host read, without a copy for each.
 
-It lies in files of the system's that have no name and no disk (memfd). Their maker writes them once
-and seals them, so that nobody can change or shorten them any more, and hands descriptors to each
-receiver. A receiver maps a member *privately*: it may write there, nobody else sees that, and a
-page costs memory of its own only once it is written to.
+It consists of anonymous files in memory (memfd). Their creator writes them once and seals them, so
+that no process can change or shorten them any more, and sends descriptors to each receiver. A
+receiver maps a member *privately*: it may write there, unseen by others, and a page occupies
+additional memory only once it is written to.
 
-A file's memory goes with the last mapping of any part of it. So a share has several files, of which
-each has a part of the members: who keeps one member keeps a 32nd of what came with it at most.
+A file's memory is released with the last mapping of any part of it. So a share has several files
+with a part of the members each: a process that keeps one member keeps at most a 32nd of what came
+with it.
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ from objcomm._codecs.buffers import view, writable
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: Files of one share.
+#: The most files of a share.
 FILES_MAX = 33
-# Less is not worth a file of its own.
+# Less is not worth a separate file.
 _FILE_MIN_NBYTES = 64 << 20
 
-# Of <linux/fcntl.h>: Python has names for them only where it was built on a new system.
+# From <linux/fcntl.h>; Python has names for them only if it was built on a recent system.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-# Against more seals, shrinking and growing: what can shrink ends a reader by SIGBUS.
+# Against more seals, shrinking and growing. A file that can shrink may end a reader by SIGBUS.
 _FIXED = 1 | 2 | 4
-# And against writing: what can be written to can't be judged once for all.
+# Also against writing. Content that can still change can't be checked once for all.
 _FINAL = _FIXED | 8
-# Ctrl-C is heard between two writes.
+# Ctrl-C is handled between two writes.
 _WRITTEN_AT_ONCE_NBYTES = 64 << 20
 
 _PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE
-_MAP_FIXED = 0x10  # of Linux on every processor that torch runs on; Python has no name for it
+_MAP_FIXED = 0x10  # Linux's, on every processor that torch supports; Python has no name for it
 _FAILED = ctypes.c_void_p(-1).value
 _map = ctypes.CDLL(None, use_errno=True).mmap
 _map.argtypes = (
@@ -53,12 +54,12 @@ _map.argtypes = (
 )
 _map.restype = ctypes.c_void_p
 
-#: Where a member lies: the number of its file, and where it begins there.
+#: Position of a member: the number of its file, and its offset there.
 Place = tuple[int, int]
 
 
 def places(sizes: Sequence[int]) -> list[Place]:
-    """Where members of so many bytes lie, each at the beginning of a page."""
+    """Return the positions of members of these sizes; each begins on a page boundary."""
     enough = max(_FILE_MIN_NBYTES, sum(sizes) // (FILES_MAX - 1))
     found: list[Place] = []
     file, start = 0, 0
@@ -71,18 +72,18 @@ def places(sizes: Sequence[int]) -> list[Place]:
 
 
 class Share:
-    """Members in memory that is handed over; its descriptors close with it.
+    """Members in memory that is handed over; closes its descriptors when it is deleted.
 
     Attributes:
-        descriptors: the files', in order.
-        flats: the members of one that is being filled, see ``with_room``.
+        descriptors: of the files, in order.
+        flats: the members of a share that is being filled, see ``with_room``.
     """
 
     def __init__(self, descriptors: Sequence[int]) -> None:
-        """Begin.
+        """Take ownership of some descriptors.
 
         Args:
-            descriptors: they are this object's from now on.
+            descriptors: of the files; this object closes them.
         """
         self.descriptors = list(descriptors)
         self.flats: list[torch.Tensor] = []
@@ -94,7 +95,7 @@ class Share:
 
     @classmethod
     def of(cls, flats: Sequence[torch.Tensor]) -> Share:
-        """A new one with the content of some members.
+        """Create a share with the content of some members.
 
         Args:
             flats: the members, ``uint8`` and contiguous, in CPU memory.
@@ -115,14 +116,14 @@ class Share:
 
     @classmethod
     def with_room(cls, sizes: Sequence[int]) -> Share:
-        """A new one for members of so many bytes, which are yet to come into its ``flats``.
+        """Create a share for members of these sizes, to be written into its ``flats``.
 
         Raises:
             OSError: the system has no such files, or no memory for them.
         """
         share = cls(())
         where = places(sizes)
-        # Of each file the last one counts.
+        # The last member of a file determines its size.
         ends = {file: start + nbytes for (file, start), nbytes in zip(where, sizes, strict=True)}
         files = [share._opened(end) for end in ends.values()]
         share._sizes = list(ends.values())
@@ -133,26 +134,26 @@ class Share:
         return share
 
     def _opened(self, nbytes: int) -> torch.Tensor:
-        """One more file, to be written."""
+        """Return the memory of a new file, for writing."""
         self.descriptors.append(_new_file())
         self._allocate(nbytes)
         memory = mmap.mmap(self.descriptors[-1], nbytes)
-        # What a forked process could write to can't be sealed.
+        # A file that a forked process could write to can't be sealed.
         memory.madvise(mmap.MADV_DONTFORK)
         self._written.append(memory)
-        # A tensor, and each slice of it, keeps the object that it was made of.
+        # A tensor and its slices keep the object alive from which it was created.
         return torch.frombuffer(self._written[-1], dtype=torch.uint8)
 
     def _allocate(self, nbytes: int) -> None:
-        """Have memory for the last file: who writes where there is no more is ended by SIGBUS."""
+        """Reserve memory for the last file: a write to a page without memory ends in SIGBUS."""
         for at in range(0, nbytes, _WRITTEN_AT_ONCE_NBYTES):
             os.posix_fallocate(self.descriptors[-1], at, min(nbytes - at, _WRITTEN_AT_ONCE_NBYTES))
 
     def seal(self) -> None:
-        """Let nobody change it any more; the memory of ``flats`` is gone, whoever still has some.
+        """Make the files immutable, which removes the memory of ``flats`` even if it is referenced.
 
         Raises:
-            OSError: another process may write to it, as one does that was forked in between.
+            OSError: another process may write to them, such as one forked in the meantime.
         """
         self.flats.clear()
         while self._written:
@@ -163,10 +164,10 @@ class Share:
 
     @classmethod
     def fixed(cls, nbytes: int) -> Share:
-        """A new one of so many bytes, which nobody can shorten, and its maker goes on to change.
+        """Create a share of this size that can't be shortened, but can still be written.
 
         Raises:
-            OSError: as ``with_room``.
+            OSError: see ``with_room``.
         """
         share = cls((_new_file(),))
         share._allocate(nbytes)
@@ -175,67 +176,67 @@ class Share:
         return share
 
     def is_fixed(self) -> bool:
-        """Whether nobody can make it shorter; to be asked first of one that came."""
+        """Return whether it can't be shortened; must be called first on a received share."""
         if not self._are_sealed(_FIXED):
             return False
-        # Huge pages are mapped in whole ones, past the end of what there is room for.
+        # Huge pages are only mapped whole, past the end of the caller's memory.
         if any(os.fstatvfs(each).f_bsize != mmap.PAGESIZE for each in self.descriptors):
             return False
-        # Only now: before, they could have been made shorter.
+        # Not before: until sealed, the files could still be shortened.
         self._sizes = [os.fstat(each).st_size for each in self.descriptors]
         return True
 
     def is_final(self) -> bool:
-        """Whether nobody can change it either."""
+        """Return whether it can't be changed either."""
         return self._are_sealed(_FINAL)
 
     def _are_sealed(self, seals: int) -> bool:
         try:
             found = [fcntl.fcntl(each, _F_GET_SEALS) for each in self.descriptors]
-        except OSError:  # it is another kind of file
+        except OSError:  # another kind of file
             return False
         return all(each & seals == seals for each in found)
 
     def close(self) -> None:
-        """Need it no more; what was mapped stays."""
+        """Close the descriptors; mapped memory remains."""
         while self.descriptors:
             os.close(self.descriptors.pop())
 
     def mapped(self, place: Place, nbytes: int) -> mmap.mmap:
-        """A member in writable memory that is this process's alone; it goes with its last user.
+        """Map a member into writable memory private to this process, for as long as it is used.
 
         Args:
-            place: where the member lies.
-            nbytes: how long it is, 1 at least.
+            place: the member's position.
+            nbytes: its length, at least 1.
 
         Raises:
             ValueError: there is no such part.
-            OSError: there is no room for it in this process.
+            OSError: this process can't map it.
         """
         return _mapped(*self._checked(place, nbytes), nbytes, _PROTECTION, mmap.MAP_PRIVATE)
 
     def common(self, nbytes: int, *, is_own: bool) -> torch.Tensor:
-        """The first file as all see it; only its maker may write there.
+        """Map the first file as shared memory, to which only its creator may write.
 
         Args:
-            nbytes: how long it is.
-            is_own: whether this process is its maker. Others are ended by SIGSEGV if they write.
+            nbytes: its length.
+            is_own: whether this process created it. Writes by others end in SIGSEGV.
 
         Raises:
             ValueError: it is shorter.
-            OSError: as ``mapped``.
+            OSError: see ``mapped``.
         """
         protection = _PROTECTION if is_own else mmap.PROT_READ
         memory = _mapped(*self._checked((0, 0), nbytes), nbytes, protection, mmap.MAP_SHARED)
-        memory.madvise(mmap.MADV_DONTFORK)  # a forked process has no part in it
+        memory.madvise(mmap.MADV_DONTFORK)  # a forked process must not share it
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def read_into(self, flat: torch.Tensor, place: Place) -> None:
-        """Copy a member into memory that exists.
+        """Copy a member into existing memory.
 
         Args:
             flat: ``uint8`` and contiguous, as long as the member.
-            place: where the member lies.
+            place: the member's position.
 
         Raises:
             ValueError: there is no such part, or it can't be read.
@@ -249,7 +250,7 @@ class Share:
                 raise ValueError(f"{error}") from error
 
     def _checked(self, place: Place, nbytes: int) -> Place:
-        """The descriptor of a member's file, and where it begins there."""
+        """Return the descriptor of a member's file, and its offset there."""
         file, start = place
         if not 0 <= file < len(self.descriptors):
             raise ValueError(f"file {file} of {len(self.descriptors)}")
@@ -259,13 +260,13 @@ class Share:
 
 
 def _mapped(file: int, start: int, nbytes: int, protection: int, flags: int) -> mmap.mmap:
-    """A part of a file in memory; Python's own way keeps a descriptor for each mapping."""
-    # So this is memory without a file first, with the file's pages then put in its place.
+    """Map part of a file; Python's own mmap keeps a descriptor for each mapping."""
+    # So map memory without a file first, and then replace it with the file's pages.
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = view(memory).data_ptr()
     if _map(address, nbytes, protection, flags | _MAP_FIXED, file, start) == _FAILED:
         number = ctypes.get_errno()
-        # Where it was there may be nothing now, and then soon somebody else's memory.
+        # The range may be unmapped now, and another allocation could take it.
         nothing = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
         _map(address, nbytes, _PROTECTION, nothing, -1, 0)
         raise OSError(number, os.strerror(number))
@@ -273,6 +274,6 @@ def _mapped(file: int, start: int, nbytes: int, protection: int, flags: int) -> 
 
 
 def _new_file() -> int:
-    if not hasattr(os, "memfd_create"):  # a Python that was built on an old system
+    if not hasattr(os, "memfd_create"):  # a Python built on an old system
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     return os.memfd_create("objcomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

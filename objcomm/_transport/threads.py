@@ -1,11 +1,10 @@
-"""Threads that wait to be useful: for one job, for one job after another, for many at a time.
+"""Threads that run jobs: a single job, jobs in order, or many at a time; also queues for turns.
 
-Also who comes first, where several threads want one thing.
-
-A signal's handler, a destructor or a weak reference's callback runs on a thread that may be between
-any two steps of this package, locks held, and may call anything of it. So every lock is one that
-its thread may take twice, and what it guards is consistent wherever a handler can run, or an
-``Alone`` inside it refuses re-entry. An Event is not safe: a handler can find its own lock held.
+A signal handler, a destructor or a weak reference callback runs on a thread that may be between any
+two steps of this package, with locks held, and may call anything in it. So every lock may be
+acquired again by its own thread. What it protects is consistent wherever a handler can run, or an
+``Alone`` inside the lock refuses re-entry. An Event is not safe, because a handler may find its
+internal lock held.
 """
 
 import heapq
@@ -30,14 +29,14 @@ _ABANDONED = "the connections were closed, before everything sent over them was 
 
 
 class AbandonedError(RuntimeError):
-    """A wait was given up by who had let another thread do it."""
+    """A wait was given up by the thread that had delegated it."""
 
 
 class Signal:
-    """Lets threads wait for what another one does, or a handler on the same thread.
+    """Lets threads wait until another thread, or a handler on the same thread, sets it.
 
     Attributes:
-        is_set: whether it was done.
+        is_set: whether it was set.
     """
 
     __slots__ = ("_lock", "is_set")
@@ -48,32 +47,32 @@ class Signal:
         self.is_set = False
 
     def set(self, _: object = None) -> None:
-        """It was done; once is enough. A future may call this back."""
+        """Set it; further calls have no effect. Accepts an argument, as a callback of a future."""
         if not self.is_set:
-            self.is_set = True  # nobody gets a turn between these two
+            self.is_set = True  # no other thread runs between these two
             self._lock.release()
 
     def wait(self, seconds: float = -1) -> bool:
-        """Wait so long, or without end; returns whether it was done."""
+        """Wait for so many seconds, or without a limit; return whether it is set."""
         if not self.is_set and self._lock.acquire(timeout=seconds):
-            self._lock.release()  # to the next one that waits
+            self._lock.release()  # for the next waiting thread
         return self.is_set
 
 
 class Alone:
-    """A block that its thread can't enter twice; a context, within a lock that keeps others out.
+    """A context manager that its thread can't enter twice, inside a lock that excludes others.
 
-    It is for steps between which the state is inconsistent. A thread that tries is told, instead of
-    finding what a handler can't use.
+    It is for steps between which the state is inconsistent. A handler that tries to enter it gets
+    an error instead of inconsistent state.
     """
 
     __slots__ = ("_is_entered", "_what")
 
     def __init__(self, what: str) -> None:
-        """Begin.
+        """Create it for one kind of step.
 
         Args:
-            what: is done in there, for the error's text.
+            what: what the steps do, for the error's text.
         """
         self._what = what
         self._is_entered = False
@@ -88,52 +87,52 @@ class Alone:
 
 
 def interrupted(what: str) -> str:
-    """What to say to who would wait for something that it has interrupted on its own thread."""
+    """Return the error text for a wait for something that the same thread has interrupted."""
     return (
         f"a signal's handler or a destructor has interrupted {what} on this thread, which "
         "resumes only when that returns; set a flag there and communicate after the call"
     )
 
 
-# Locks that other threads need in order to make progress.
+# Locks that other threads need to make progress.
 _guards: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
-#: How long a wait may take before it is worth asking whether it can end at all.
+#: How long a wait may take before it is checked whether it can end at all.
 SUSPICIOUS_SECONDS = 0.25
 
 
 def guard() -> Any:
-    """A lock that a thread may take twice, and that ``check_uninterrupted`` knows."""
+    """Return a reentrant lock that ``check_uninterrupted`` checks."""
     lock = threading.RLock()
     _guards[lock] = None
     return lock
 
 
 def check_uninterrupted(what: str) -> None:
-    """See that a wait of this thread can end: nobody waits while holding a guard.
+    """Check that a wait of this thread can end: no thread may wait while it holds a guard.
 
     Args:
-        what: waits, for the error's text.
+        what: the wait, for the error's text.
 
     Raises:
-        UsageError: a handler or a destructor waits, and has interrupted steps that other threads
-            wait for.
+        UsageError: a handler or destructor waits, and has interrupted steps that other threads wait
+            for.
     """
     for reference in _guards.keyrefs():
         lock = reference()
-        if lock is not None and lock._is_owned():  # noqa: SLF001  # as Condition asks
+        if lock is not None and lock._is_owned():  # noqa: SLF001  # as Condition does
             raise UsageError(f"{what}: {interrupted('a step of objcomm')}")
 
 
-# A pool's idle thread waits so long for its next job.
+# How long an idle thread of a pool waits for its next job.
 _IDLE_SECONDS = 5.0
 
 
 def carried_out(job: Callable[[], T], outcome: Future[T]) -> None:
-    """Do ``job``, and let whoever waits for ``outcome`` have what it returns or raises.
+    """Run ``job``, and store its result or exception in ``outcome``.
 
-    An error's traceback holds this frame, and through it those of its callers. Nothing here leads
-    back to the error when this returns, and each caller has to see to that for itself.
+    A traceback refers to this frame, and through it to its callers. Nothing here refers back to the
+    exception after the return. Each caller has to ensure the same for itself.
     """
     try:
         result = job()
@@ -146,25 +145,25 @@ def carried_out(job: Callable[[], T], outcome: Future[T]) -> None:
 
 
 class TicketQueue:
-    """Lets threads do something one after another, in the order in which they took their places.
+    """Lets threads proceed one after another, in the order in which they took their places.
 
     Attributes:
-        places: that were taken and not left.
+        places: those that were taken and not left.
     """
 
     def __init__(self) -> None:
-        # Each step is one of the dictionary's, and needs no lock.
+        # Each step is one atomic operation of the dictionary, and needs no lock.
         self.places: OrderedDict[Ticket, None] = OrderedDict()
         self._admission = threading.RLock()  # it knows its owner
-        self._is_admitting: Callable[[], bool] = self._admission._is_owned  # type: ignore[attr-defined]  # noqa: SLF001  # as Condition asks
+        self._is_admitting: Callable[[], bool] = self._admission._is_owned  # type: ignore[attr-defined]  # noqa: SLF001  # as Condition does
 
     @property
     def waiting(self) -> int:
-        """How many have a place and are not through."""
+        """Number of places that were taken and not left."""
         return len(self.places)
 
     def is_held_up(self, place: "Ticket") -> bool:
-        """Whether the calling thread keeps a place from its turn, and waits for it all the same."""
+        """Return whether the calling thread itself blocks the turn that it waits for."""
         me = threading.get_ident()
         return self._is_admitting() or any(
             each.owner == me
@@ -172,20 +171,20 @@ class TicketQueue:
         )
 
     def admit(self) -> None:
-        """Tell the first one that its turn has come, unless it has heard.
+        """Notify the first place that its turn has come, unless it knows.
 
-        In a loop, and by one thread at a time: of a thousand places each may be left as its turn
-        comes, and whoever leaves one comes here.
+        A loop in one thread at a time: any of a thousand places may be left when its turn comes,
+        and each departure calls this.
         """
         while True:
             try:
                 first = next(iter(self.places), None)
-            except RuntimeError:  # changed in between
+            except RuntimeError:  # it has changed in the meantime
                 continue
             if first is None or first.turn.is_set:
                 return
             if self._is_admitting() or not self._admission.acquire(blocking=False):
-                return  # who is at it looks once more
+                return  # the thread that is admitting checks again
             try:
                 if first.on_turn is not None:
                     first.on_turn()
@@ -202,23 +201,23 @@ class TicketQueue:
 
 
 class Ticket:
-    """A place in an order: whoever takes it must leave it, whether its turn has come or not.
+    """A place in an order, which must be left whether its turn has come or not.
 
-    A context at whose end it is left.
+    Also a context manager that leaves it at the end.
 
     Attributes:
-        turn: set when all that were taken before have been left.
-        on_turn: see the parameter.
-        owner: the thread that leaves it; 0 while that is not settled.
+        turn: set when all places that were taken before have been left.
+        on_turn: see the constructor.
+        owner: the thread that leaves it; 0 while that is undecided.
     """
 
     def __init__(self, order: TicketQueue, on_turn: Callable[[], object] | None = None) -> None:
-        """Begin; nothing is taken yet, so that nobody can be interrupted between the two.
+        """Create a ticket without taking a place yet, so that nothing can interrupt the two steps.
 
         Args:
-            order: in which it is a place.
-            on_turn: called when its turn comes, where no thread waits for that: on whichever
-                thread, perhaps more than once.
+            order: the order in which it is a place.
+            on_turn: called when its turn comes, if no thread waits for that; on any thread, and
+                perhaps more than once.
         """
         self._order = order
         self.on_turn = on_turn
@@ -226,15 +225,15 @@ class Ticket:
         self.owner = 0
 
     def take(self) -> None:
-        """Queue behind all places that were taken before."""
+        """Take a place behind all others."""
         self._order.places[self] = None
         self._order.admit()
 
     def enter(self, seconds: float) -> bool:
-        """Wait so long for its turn; returns whether it has come.
+        """Wait for its turn for so many seconds; return whether it has come.
 
         Raises:
-            UsageError: a handler waits for a place that its own thread has.
+            UsageError: a handler waits for a place of its own thread.
         """
         if self.turn.is_set:
             return True
@@ -243,8 +242,8 @@ class Ticket:
         return self.turn.wait(seconds)
 
     def leave(self) -> None:
-        """Let the next one in, at once or when it would be this one's turn; once is enough."""
-        if self._order.places.pop(self, self) is None:  # it was there
+        """Leave the place, so that the next one can proceed; further calls have no effect."""
+        if self._order.places.pop(self, self) is None:  # the place was still taken
             self._order.admit()
 
     def __enter__(self) -> Self:
@@ -261,10 +260,10 @@ class Ticket:
 
 
 class OnceThread:
-    """At most one thread, whatever interrupts those who start it.
+    """At most one thread, however its start is interrupted.
 
-    A start that Ctrl-C has interrupted may have succeeded. So it is made again when the next one
-    asks, and of two threads the second does nothing.
+    A start interrupted by Ctrl-C may have succeeded. So the next request starts it again, and of
+    two threads the second does nothing.
     """
 
     def __init__(self, name: str) -> None:
@@ -274,31 +273,31 @@ class OnceThread:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the thread has come."""
+        """Whether the thread has started."""
         return self._thread is not None
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has come and not ended."""
+        """Whether it has started and not ended."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], None]) -> None:
-        """Let the thread do ``job``, unless it has begun to; returns at once.
+        """Start the thread with ``job`` unless it has begun; returns immediately.
 
         Raises:
-            RuntimeError: this process can start no more threads; the next call tries again.
+            RuntimeError: this process can't start more threads; the next call tries again.
         """
         if self._thread is None:
             threading.Thread(target=self._run, args=(job,), name=self._name, daemon=True).start()
 
     def do_here(self, job: Callable[[], None]) -> None:
-        """Do ``job`` on the calling thread, unless another one has begun to."""
+        """Run ``job`` on the calling thread, unless another one has begun it."""
         self._run(job)
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait until the thread has done its job, if it has come; so long at most.
+        """Wait until the thread has finished its job, if it has started, or for so many seconds.
 
-        Who has done it itself need not.
+        Returns immediately on the thread that runs the job.
         """
         if self._thread not in (None, threading.current_thread()):
             self._thread.join(seconds)
@@ -310,10 +309,10 @@ class OnceThread:
 
 
 class ThreadPool:
-    """Does each job on a thread of its own, because each may wait; idle threads are used again.
+    """Runs each job on a separate thread, because each may wait; reuses idle threads.
 
     Attributes:
-        under_way: jobs that are not done.
+        under_way: number of unfinished jobs.
     """
 
     def __init__(self) -> None:
@@ -326,26 +325,26 @@ class ThreadPool:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every job is done that it counts on."""
+        """Whether every job that was not given up is finished."""
         return not self.under_way
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Do ``job``, which must not raise, soon.
+        """Run ``job``, which must not raise, soon.
 
         Raises:
-            RuntimeError: this process can start no more threads.
+            RuntimeError: this process can't start more threads.
         """
         with self._lock:
             if self._idle > 0:
                 self._idle -= 1
             else:
-                # First: what can't be done must not be begun.
+                # First, because a job that can't be run must not be queued.
                 _Worker(self, self.run, "objcomm-pool").start()
             self.under_way += not self._is_given_up
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Let each thread end after its job; what comes later is still done."""
+        """Let each thread end after its job; later jobs are still run."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, 0
@@ -354,23 +353,23 @@ class ThreadPool:
             self._jobs.put(_nothing)
 
     def give_up(self) -> None:
-        """Count on no job any more: some may never be done."""
+        """Stop counting jobs, because some may never finish."""
         with self._lock:
             self._is_given_up, self.under_way = True, 0
 
     def run(self) -> None:
-        """Do jobs, on a thread of the pool's."""
+        """Run jobs, on a thread of the pool."""
         while True:
             try:
                 job = self._jobs.get(timeout=_IDLE_SECONDS)
             except queue.Empty:
                 with self._lock:
-                    if self._idle > 0:  # else a job is on its way
+                    if self._idle > 0:  # otherwise a job is about to come
                         self._idle -= 1
                         return
                 continue
             job()
-            del job  # it holds the caller's objects
+            del job  # it refers to the caller's objects
             with self._lock:
                 self.under_way -= not self._is_given_up
                 if self._is_closed:
@@ -378,15 +377,15 @@ class ThreadPool:
                 self._idle += 1
 
 
-# A thread that only computes keeps the interpreter from others for 5 ms, such as those that move
-# bytes, so there is this pause between two jobs.
+# A thread that only computes keeps the interpreter for 5 ms from others, such as those that move
+# bytes. Hence a pause between two jobs.
 _PAUSE_SECONDS = 50e-6
 
 
 class SerialQueue:
-    """Does jobs one after another, on a thread that a pool lends as long as there are any.
+    """Runs jobs one after another, on a thread borrowed from a pool while there are any.
 
-    Where Ctrl-C strikes as a thread is lent there may be two for a while.
+    If Ctrl-C interrupts the borrowing, there may be two threads for a while.
     """
 
     def __init__(self, pool: ThreadPool) -> None:
@@ -396,16 +395,16 @@ class SerialQueue:
         self._has_thread = False
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Do ``job``, which must not raise, after all jobs before it.
+        """Run ``job``, which must not raise, after all jobs before it.
 
         Raises:
-            RuntimeError: this process can start no more threads.
+            RuntimeError: this process can't start more threads.
         """
         with self._lock:
             self._jobs.append(job)
             if self._has_thread:
                 return
-            self._has_thread = True  # before: what a handler submits meanwhile needs no second one
+            self._has_thread = True  # before it: a handler's jobs then need no second one
             try:
                 self._pool.submit(self._run)
             except BaseException:
@@ -421,32 +420,32 @@ class SerialQueue:
                     return
                 job = self._jobs.popleft()
             job()
-            del job  # it holds the caller's objects
+            del job  # it refers to the caller's objects
             if self._jobs:
                 time.sleep(_PAUSE_SECONDS)
 
 
-# What can still end does so as soon as its thread gets a turn, also on a busy machine.
+# A wait that can still end does so as soon as its thread is scheduled, even on a busy machine.
 _LAST_TURN_SECONDS = 1.0
 
 
 class Apart:
-    """Waits that threads of their own do, so that whoever needs them can stop to wait.
+    """Runs waits on separate threads, so that the caller can stop waiting.
 
-    A thread that is stuck in C++ can't be woken. It stays there with what it holds.
+    A thread that is stuck in C++ can't be woken. It stays there, with all that it refers to.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPool()
-        self._lock = threading.RLock()  # what the collector finds at any step may abandon it
+        self._lock = threading.RLock()  # a destructor may abandon it at any step
         self._callers: set[Signal] = set()
         self._is_abandoned = False
 
     def do(self, job: Callable[[], None]) -> None:
-        """Let a thread do ``job``, which waits, and raise what it raises.
+        """Run ``job``, which waits, on a thread, and raise what it raises.
 
         Raises:
-            AbandonedError: it was given up, before or meanwhile, and has not ended since.
+            AbandonedError: it was given up, before or during this call, and has not ended since.
         """
         ended: Future[None] = Future()
         is_woken = Signal()
@@ -458,48 +457,48 @@ class Apart:
         try:
             try:
                 self._pool.submit(run)
-            except RuntimeError:  # there can be no more threads: this one waits
+            except RuntimeError:  # no more threads: this one waits
                 if self._is_abandoned:
                     raise AbandonedError(_ABANDONED) from None
                 run()
             is_woken.wait()
-            # What is given up may have ended, and its thread had no turn to say so.
+            # It may have ended, but its thread was not scheduled to report that.
             if not ended.done() and not wait([ended], _LAST_TURN_SECONDS).done:
                 raise AbandonedError(_ABANDONED)
             ended.result()
         finally:
-            del ended, run  # an error's traceback holds this frame, and its future the error
+            del ended, run  # a traceback refers to this frame, and its future to the error
             with self._lock:
                 self._callers.discard(is_woken)
 
     def abandon(self) -> None:
-        """Let all raise whose waits don't end any more, now and from now on."""
+        """Make waits raise that will not end, from now on."""
         with self._lock:
             self._is_abandoned = True
             callers = tuple(self._callers)
-        self._pool.close()  # nothing will come: no idle thread need wait for it
+        self._pool.close()  # no idle thread needs to wait for jobs
         self._pool.give_up()
         for each in callers:
             each.set()
 
 
 def done_within(seconds: float, job: Callable[[], T], undo: Callable[[T], object]) -> T:
-    """What ``job`` returns or raises; a thread does it, and is left behind if it takes too long.
+    """Return or raise what ``job`` does on a thread, which is left behind if it takes too long.
 
     Args:
         seconds: how long to wait for it.
-        job: is done in the caller's context.
-        undo: given what the job returns, where nobody waits for that any more.
+        job: runs in the caller's context.
+        undo: called with the job's result if the caller has stopped waiting.
 
     Raises:
-        TimeoutError: it has taken too long.
+        TimeoutError: it took too long.
     """
     ended: Future[T] = Future()
     pool = ThreadPool()
     try:
         try:
             pool.submit(partial(copy_context().run, _do_errand, job, undo, ended))
-        except RuntimeError:  # there can be no more threads: this one does it
+        except RuntimeError:  # no more threads: this one runs it
             return job()
         pool.close()  # its thread ends after the job
         try:
@@ -541,15 +540,15 @@ def _run(job: Callable[[], None], ended: Future[None], is_woken: Signal) -> None
 
 
 def _nothing() -> None:
-    """Wakes an idle thread."""
+    """Wake an idle thread."""
 
 
-# A thread takes 60 us to start, and a burst of calls should need one only.
+# A thread takes 60 µs to start, and a series of calls should need only one.
 _LINGER_SECONDS = 1.0
 
 
 class SerialExecutor:
-    """A queue of jobs with one thread, which comes with the first job and goes when idle."""
+    """A queue of jobs with one thread, which starts with the first job and ends when idle."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -560,23 +559,23 @@ class SerialExecutor:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every job is done."""
+        """Whether all jobs are finished."""
         return not self._is_busy and not self._jobs
 
     @property
     def is_here(self) -> bool:
-        """Whether the calling thread is the line's own, which carries out a job just now."""
+        """Whether the calling thread is this line's own, and runs a job now."""
         return self._thread is threading.current_thread()
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Do ``job``, which must not raise, after all jobs before it.
+        """Run ``job``, which must not raise, after all jobs before it.
 
         Raises:
-            RuntimeError: this process can start no more threads.
+            RuntimeError: this process can't start more threads.
         """
         with self._changed:
             if self._thread is None:
-                # Before it starts: what a handler submits meanwhile needs no second one.
+                # Before it starts, so that a handler's jobs need no second one.
                 self._thread = _Worker(self, self._run, self._name)
                 try:
                     self._thread.start()
@@ -587,7 +586,7 @@ class SerialExecutor:
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Wait until every job is done; no job may."""
+        """Wait until all jobs are finished; jobs must not call this."""
         with self._changed:
             self._changed.wait_for(lambda: self.is_idle)
 
@@ -597,17 +596,17 @@ class SerialExecutor:
                 self._is_busy = False
                 self._changed.notify_all()
                 is_idle = not self._changed.wait_for(lambda: bool(self._jobs), _LINGER_SECONDS)
-                if is_idle and not self._jobs:  # nor has a destructor brought one since
+                if is_idle and not self._jobs:  # a destructor may have added one
                     self._thread = None
                     return
-                self._is_busy = True  # before the queue is empty: nobody may take it for idle
+                self._is_busy = True  # before the queue is empty, so that it never looks idle
                 job = self._jobs.popleft()
             job()
-            del job  # it holds the caller's objects
+            del job  # it refers to the caller's objects
 
 
 class _Worker(threading.Thread):
-    """The thread of a line, or one of a pool's."""
+    """The thread of a line or of a pool."""
 
     def __init__(
         self, owner: ThreadPool | SerialExecutor, target: Callable[[], None], name: str
@@ -617,17 +616,17 @@ class _Worker(threading.Thread):
 
 
 def are_workers_busy() -> bool:
-    """Whether any pool or line of this process has a job, or lets go of what one has held."""
+    """Return whether any pool or line of this process runs a job, or still drops its objects."""
     return any(
         isinstance(each, _Worker) and not each.owner.is_idle for each in threading.enumerate()
     )
 
 
 class Alarm:
-    """Something to be done at a certain time.
+    """Something to do at a certain time.
 
     Attributes:
-        ring: does it; None where it is not wanted any more.
+        ring: does it; None once it was canceled or done.
     """
 
     __slots__ = ("ring",)
@@ -637,28 +636,28 @@ class Alarm:
 
 
 class AlarmClock:
-    """Does things at their times, on one thread, which comes with the first and goes when idle."""
+    """Calls functions at given times on one thread, which starts on demand and ends when idle."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._changed = threading.Condition(guard())
-        # Numbers tell two of one time apart, so that no Python code runs while the heap is sifted.
+        # The numbers order equal times, so that no Python code runs while the heap is sifted.
         self._alarms: list[tuple[float, int, Alarm]] = []
         self._numbers = itertools.count()
         self._unwanted = 0
         self._thread: threading.Thread | None = None
 
     def set(self, seconds: float, ring: Callable[[], object]) -> Alarm:
-        """Have ``ring`` called after so long; it must neither raise nor wait.
+        """Call ``ring``, which must neither raise nor wait, after so many seconds.
 
         Raises:
-            RuntimeError: this process can start no more threads.
+            RuntimeError: this process can't start more threads.
         """
         alarm = Alarm(ring)
         due = time.monotonic() + seconds, next(self._numbers), alarm
         with self._changed:
             if self._thread is None:
-                # As of ``SerialExecutor``.
+                # See ``SerialExecutor``.
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 try:
                     self._thread.start()
@@ -671,12 +670,12 @@ class AlarmClock:
         return alarm
 
     def cancel(self, alarm: Alarm) -> None:
-        """Forget an alarm, and let go of what it would do; once is enough."""
+        """Cancel an alarm and drop its function; further calls have no effect."""
         with self._changed:
             self._unwanted += alarm.ring is not None
             alarm.ring = None
             if 2 * self._unwanted > len(self._alarms):
-                # What a handler sets meanwhile is in the new list.
+                # Alarms that a handler sets meanwhile go to the new list.
                 before, self._alarms, self._unwanted = self._alarms, [], 0
                 for each in before:
                     if each[-1].ring is not None:
@@ -699,4 +698,4 @@ class AlarmClock:
                 self._unwanted -= ring is None
             if ring is not None:
                 ring()
-            del alarm, ring  # it holds the caller's objects
+            del alarm, ring  # they refer to the caller's objects
