@@ -1,4 +1,4 @@
-"""One message: its layout, its proof of origin, what is let in, and a failure in its place.
+"""One message: its layout, its proof of origin, its admission, and failures sent in its place.
 
-Knows codecs by name and bytes by length; nothing of links, or of who sends to whom.
+Knows codecs by name and bytes by length. Knows nothing of links, or of who sends to whom.
 """

@@ -1,7 +1,7 @@
-"""What of one call's messages this rank lets in: its limits, codecs and key, held against headers.
+"""Decides which messages of a call this rank accepts, by its limits, codecs and key.
 
-Everything here happens before a byte is allocated for a message, and before one is decoded. Knows
-headers; knows nothing of links or of what messages mean.
+All checks happen before memory for a message is allocated, and before it is decoded. Knows headers,
+but nothing of links or of what messages mean.
 """
 
 from collections.abc import Sequence
@@ -32,19 +32,19 @@ from objcomm.errors import (
     sent_at,
 )
 
-# An enumeration's members take longer to find than all else that is done with them.
+# Looking up a member of an enumeration takes longer than all else that is done with it.
 _VALUE, _BUNDLE = int(Status.VALUE), int(Status.BUNDLE)
 _WHOLE = int(Flag.WHOLE)
 
 
 class Gate:
-    """The gate of one call on this rank: signs what goes out, judges what comes in.
+    """The gate of one call on this rank: signs sent messages, and checks received ones.
 
-    Without a key nothing is signed, and what is signed is refused.
+    Without a key, nothing is signed, and signed messages are refused.
 
     Attributes:
         settings: the options of the call.
-        signer: signs and checks; None without a key.
+        signer: signs and verifies; None without a key.
     """
 
     __slots__ = ("_devices", "_nbytes", "_rank", "_seen", "_sent", "settings", "signer")
@@ -56,17 +56,17 @@ class Gate:
         rank: int = EVERYONE,
         devices: Sequence[torch.device] = (),
     ) -> None:
-        """Begin.
+        """Create the gate of a call.
 
         Args:
-            chosen: the options of this call.
-            purpose: what signatures are bound to: the session of this mesh, in whose name each of
-                its ranks has a fresh number.
-            rank: this rank, within the group.
-            devices: where ``BufferKind.DEVICE`` buffers are to lie, as ``open_body`` takes them.
+            chosen: the options of the call.
+            purpose: what signatures depend on: the mesh's session, to which each of its ranks has
+                contributed a new random number.
+            rank: this rank within the group.
+            devices: devices for ``BufferKind.DEVICE`` buffers, see ``open_body``.
 
         Raises:
-            UsageError: the environment names a key file that does not serve.
+            UsageError: the environment names a key file that can't be used.
         """
         self.settings = chosen
         self._rank = rank
@@ -80,10 +80,10 @@ class Gate:
             self._seen: set[tuple[int, int]] = set()
 
     def head_of(self, message: Message, destination: int = EVERYONE) -> bytes | memoryview:
-        """The bytes of a message's head: signed, if there is a key and this rank made it.
+        """Return the bytes of a message's head, signed if there is a key and this rank created it.
 
         Args:
-            message: to send; one that arrived is passed on as it came.
+            message: the message to send; a received one is forwarded unchanged.
             destination: the only rank that may take it.
         """
         if message.arrived is not None:
@@ -103,16 +103,16 @@ class Gate:
         return packed + body if len(body) <= INLINE_NBYTES else packed
 
     def header_in(self, raw: bytes | bytearray | memoryview, sender: int | None = None) -> Header:
-        """The header of a message that arrived, once its origin is proved.
+        """Return the header of a received message after verifying its origin.
 
         Args:
-            raw: its first bytes.
-            sender: who must have made it, for an error's text; None if it came from no rank.
+            raw: the first bytes of the message.
+            sender: the rank that must have created it, for an error's text; None if no rank did.
 
         Raises:
-            AuthenticationError: this rank has a key, and it did not sign this header; or it has
-                none, and the header is signed.
-            WireError: these bytes are no header.
+            AuthenticationError: this rank has a key, which did not sign this header; or it has
+                none, but the header is signed.
+            WireError: the bytes are not a header.
         """
         try:
             header = Header.unpack(raw)
@@ -138,18 +138,17 @@ class Gate:
         return header
 
     def check_call(self, mine: Header, theirs: Header, sender: int) -> None:
-        """Hold a proved header against this rank's own.
+        """Compare a verified header with this rank's own.
 
         Args:
-            mine: what this rank would have sent.
-            theirs: what arrived.
-            sender: who must have made it.
+            mine: the header that this rank would have sent.
+            theirs: the received header.
+            sender: the rank that must have created it.
 
         Raises:
-            AuthenticationError: it is a message of before, or of this rank's own, or one for
-                another rank.
-            DesyncError: the other rank is in another operation, call or root.
-            WireError: the message is of another group, lane or sender.
+            AuthenticationError: it is an earlier message, this rank's own, or one for another rank.
+            DesyncError: the other rank is in another operation or call, or has another root.
+            WireError: the message belongs to another group, lane or sender.
         """
         signer = self.signer
         if signer is None:
@@ -174,7 +173,7 @@ class Gate:
         self._seen.add(message)
 
     def check_addressed(self, header: Header) -> None:
-        """Hold a message between two ranks against this rank's number.
+        """Check that a message between two ranks is addressed to this rank.
 
         Raises:
             AuthenticationError: it was signed for another use in the same call.
@@ -183,19 +182,20 @@ class Gate:
             raise AuthenticationError(f"{header.position} did not address this to a single rank")
 
     def take_in(self, raw: bytes | memoryview, header: Header, heads_max: int = 1) -> Message:
-        """Take a message in, or begin to, if this rank's options let it pass.
+        """Accept a message, or begin to, if this rank's options permit it.
 
-        One that came whole with its head is opened. Where the options refuse it, it is only marked,
-        for nobody waits for the rest of it: ``Message.check`` raises then.
+        A message that arrived completely with its head is opened. If the options refuse it, it is
+        only marked, because no more of it will come; ``Message.check`` raises then.
 
         Args:
-            raw: what arrived; bytes behind the head are ignored.
-            header: what ``header_in`` gave.
-            heads_max: how many heads a bundle may hold.
+            raw: the received bytes; those after the head are ignored.
+            header: the result of ``header_in``.
+            heads_max: how many heads a bundle may contain.
 
         Raises:
             DecodeError: its codec is not accepted here; nothing was allocated for it.
-            WireError: it is larger than a limit; the same. Or it was cut off, or damaged.
+            WireError: it is larger than a limit, and nothing was allocated; or it was cut off or
+                damaged.
         """
         message = head_of(raw, header)
         message.signer = self.signer
@@ -213,7 +213,7 @@ class Gate:
         return message
 
     def refusal(self, header: Header, heads_max: int = 1) -> ObjcommError | None:
-        """Why a message may not come in, judged by its header; each is to be asked for once."""
+        """Return why a message's header is refused, or None; call this once for each message."""
         chosen = self.settings
         nbytes = header.body_nbytes + header.payload_nbytes
         status = header.status
@@ -224,15 +224,15 @@ class Gate:
             if accepted is not None and has_codec and header.codec not in accepted:
                 return not_accepted(header.codec, accepted)
         elif header.is_all_head:
-            return None  # at most a window, and what this rank has to know
+            return None  # a window at most, and this rank needs it
         most = chosen.max_nbytes
-        if status == _BUNDLE:  # of the messages in it none is larger than a window
+        if status == _BUNDLE:  # none of the messages in it is larger than a window
             most = max(most, heads_max * WINDOW_NBYTES)
         if nbytes > most:
             return _too_large(header, f"a message of {nbytes} bytes", "nbytes", chosen)
         if header.buffer_count > chosen.max_buffers:
             return _too_large(header, f"{header.buffer_count} buffers", "buffers", chosen)
-        if status != _BUNDLE:  # its members are counted one by one
+        if status != _BUNDLE:  # its members are counted separately
             self._nbytes += nbytes
             if self._nbytes > chosen.max_operation_nbytes:
                 what = f"{self._nbytes} bytes with those of this operation before"

@@ -1,4 +1,4 @@
-"""The serialization layer by itself: any object as one ``uint8`` tensor, and back."""
+"""The serialization layer on its own: converts any object to a ``uint8`` tensor and back."""
 
 import zlib
 from collections.abc import Iterable
@@ -16,25 +16,25 @@ from objcomm.errors import UsageError, WireError
 
 _HEADER = Header(status=Status.VALUE, operation=Operation.NONE)
 
-# What a signature is bound to: no group or moment, so bytes may be kept and read again.
+# What a signature depends on: no group or time, so the bytes may be stored and read later.
 _PURPOSE = "to_tensor"
 
 
 def to_tensor(obj: object, *, codec: str | None = None) -> torch.Tensor:
-    """Turn any object into bytes that a tensor collective, or a file, can carry.
+    """Serialize any object to bytes that a tensor collective, or a file, can carry.
 
-    Needs no process group. The bytes are one message of ``docs/wire-format.md``, with a checksum
-    over everything.
+    Needs no process group. The bytes are one message as described in ``docs/wire-format.md``, with
+    a checksum over everything.
 
     Args:
-        obj: anything that the codec takes.
+        obj: anything that the codec can encode.
         codec: ``"pickle"``, ``"msgpack"`` or a registered name.
 
     Returns:
-        A one-dimensional ``uint8`` CPU tensor of its own memory.
+        A one-dimensional ``uint8`` CPU tensor that owns its memory.
 
     Raises:
-        EncodeError: the codec refuses the object; the error names its path.
+        EncodeError: the codec can't encode the object; the error names its path.
         UsageError: there is no such codec.
 
     Examples:
@@ -70,27 +70,28 @@ def from_tensor(
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
 ) -> Any:
-    """Turn the bytes that ``to_tensor`` made back into an object.
+    """Rebuild an object from the bytes that ``to_tensor`` returned.
 
-    A pickle runs code that whoever made the bytes chose, unless ``allow`` is given.
+    A pickle runs code chosen by the creator of the bytes, unless ``allow`` is given.
 
     Args:
         tensor: one-dimensional ``uint8``, on any device.
-        device: the device to place received tensors on.
-        accept: the codecs that may have made it.
+        device: device on which to place received tensors.
+        accept: the codecs with which it may be encoded.
         allow: the classes and functions that a pickle may name; see ``objcomm.configure``.
 
     Returns:
         The object, independent of ``tensor``.
 
     Raises:
-        UsageError: it is no flat ``uint8`` tensor.
-        WireError: the bytes are no message, damaged, cut off or larger than a limit; nothing was
-            allocated for them.
-        AuthenticationError: a key is set, and the bytes were not signed with it; or none is set,
+        UsageError: ``tensor`` is not a flat ``uint8`` tensor.
+        WireError: the bytes are not a message, or are damaged, cut off or larger than a limit;
+            nothing was allocated for them.
+        AuthenticationError: a key is set and the bytes were not signed with it, or no key is set
             and they are signed.
         DecodeError: the codec is not accepted, or can't rebuild the object here.
-        ForbiddenTypeError: it holds what ``allow``, or the registered classes, do not admit.
+        ForbiddenTypeError: it contains something that ``allow``, or the registered classes, do not
+            permit.
 
     Examples:
         >>> import objcomm
@@ -115,7 +116,7 @@ def from_tensor(
     payload = raw[body_until:]
     if zlib.crc32(payload) != header.tag:
         raise WireError("the payload's checksum is wrong: the message was damaged")
-    # A copy: a codec may keep what it gets, and the tensor's memory may go.
+    # A copy: a codec may keep what it gets, and the tensor's memory may be released.
     message = Message(header, bytes(raw[HEADER_NBYTES:body_until]))
     message.behind, message.signer = payload, gate.signer
     open_body(message)

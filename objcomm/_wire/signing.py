@@ -1,9 +1,9 @@
-"""Proof of where a message comes from: keyed BLAKE2b signatures under a key that all ranks share.
+"""Proof of a message's origin: keyed BLAKE2b signatures under a key that all ranks share.
 
-Knows keys and bytes; knows no message, rank or codec. The shared key itself signs nothing: each
-mesh of connections has a key derived from it and from the mesh's session, a name to which each of
-its ranks has given a fresh number (``transport.rendezvous``). So what was signed for one group,
-or in an earlier run, proves nothing in another.
+Knows keys and bytes, but no messages, ranks or codecs. The shared key itself signs nothing. Each
+mesh of connections has a key derived from it and from the mesh's session, to which each of its
+ranks has contributed a new random number (``transport.rendezvous``). So a signature for one group,
+or from an earlier run, proves nothing in another.
 """
 
 import functools
@@ -20,7 +20,7 @@ from objcomm.errors import UsageError
 
 SIGNATURE_NBYTES = 32
 
-#: Names a file that holds the key, where the program itself sets none.
+#: Names a file with the key, for programs that set none themselves.
 KEY_FILE_VARIABLE = "OBJCOMM_KEY_FILE"
 _KEY_FILE_MAX_NBYTES = 1 << 16
 _MESHES_REMEMBERED = 256
@@ -29,11 +29,11 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 @dataclass(slots=True)
 class Newest:
-    """The last that a sender has proved to have reached.
+    """The latest position that a sender is proved to have reached.
 
     Attributes:
-        sequence: of its call.
-        numbers: of its messages in that call.
+        sequence: number of its call.
+        numbers: numbers of its messages in that call.
     """
 
     sequence: int
@@ -41,10 +41,11 @@ class Newest:
 
 
 class Signer:
-    """Signs and checks under one derived key; serves all threads at once.
+    """Signs and verifies with one derived key; thread-safe.
 
     Attributes:
-        newest: by (lane, sender), so that an older message is known for a replay.
+        newest: by (lane, sender), the latest position, so that a replay of an older message is
+            detected.
     """
 
     __slots__ = ("_key", "newest")
@@ -53,25 +54,26 @@ class Signer:
         """Derive the key.
 
         Args:
-            secret: what ``secret_of`` gave.
+            secret: the result of ``secret_of``.
             purpose: what the derived key is for; another purpose gives another key.
         """
         self._key = hashlib.blake2b(purpose.encode(), key=secret, person=b"objcomm key").digest()
         self.newest: dict[tuple[int, int], Newest] = {}
 
     def sign(self, header: bytes | bytearray) -> bytes:
-        """The signature of a header."""
+        """Return the signature of a header."""
         return self._hashed(b"objcomm header", [header])
 
     def is_signed(self, header: bytes | bytearray, signature: bytes) -> bool:
-        """Whether this key made the signature; takes the same time for every wrong one."""
+        """Return whether this key created the signature, in constant time."""
         return hmac.compare_digest(self.sign(header), signature)
 
     def digest(self, parts: Iterable[Any]) -> bytes:
-        """What a signed header says of the bytes that follow it.
+        """Return the digest with which a signed header covers the bytes that follow it.
 
         Args:
-            parts: their pieces, in order, with the buffer protocol; they are not copied.
+            parts: the pieces of those bytes, in order, as objects with the buffer protocol; not
+                copied.
         """
         return self._hashed(b"objcomm content", parts)
 
@@ -84,18 +86,18 @@ class Signer:
 
 @functools.lru_cache(maxsize=_MESHES_REMEMBERED)
 def signer_for(secret: bytes, purpose: str) -> Signer:
-    """The one ``Signer`` of this process for a key and a purpose."""
+    """Return this process's only ``Signer`` for a key and a purpose."""
     return Signer(secret, purpose)
 
 
 def read_key_file(path: str) -> bytes:
-    """The secret of the key that a file holds; a line end behind it does not belong to it.
+    """Return the secret of the key in a file, without line ends after it.
 
     Raises:
-        UsageError: it can't be read, or somebody else can read or replace it.
+        UsageError: it can't be read, or another user can read or replace it.
     """
     try:
-        # Not blocking, so that a pipe of that name can't make the program wait.
+        # Non-blocking, so that a pipe of that name can't block the program.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise UsageError(f"the key file can't be read: {error}") from error
@@ -112,12 +114,14 @@ def read_key_file(path: str) -> bytes:
         os.close(descriptor)
 
 
-@functools.cache  # an error is not kept: the next call reads the file again
+@functools.cache  # errors are not cached: the next call reads the file again
 def environment_secret() -> bytes | None:
-    """The secret of the key that ``OBJCOMM_KEY_FILE`` names; read once, None without it.
+    """Return the secret of the key in the file that ``OBJCOMM_KEY_FILE`` names; None if unset.
+
+    The file is read once.
 
     Raises:
-        UsageError: the variable is set, and the file does not serve.
+        UsageError: the variable is set, but the file can't be used.
     """
     path = os.environ.get(KEY_FILE_VARIABLE)
     return None if path is None else read_key_file(path)
