@@ -1,7 +1,8 @@
-"""One rank's failure as text on the wire, and raising it alike on every rank that waited.
+"""Sends one rank's failure as text, and raises the same error on all ranks that waited.
 
-A status in the header tells failures from values, so a value that is an exception stays a value.
-Live exceptions never travel: they may not pickle, and their frames hold other people's objects.
+A status in the header distinguishes failures from values, so a value that is an exception stays a
+value. Exceptions themselves are never sent: they may not be picklable, and their frames hold other
+people's objects.
 """
 
 import contextlib
@@ -29,24 +30,24 @@ from objcomm.errors import (
     text_of,
 )
 
-# A rank's own failure fits into the window with its header, whatever its characters are.
+# A rank's own failure fits into the window with its header, whatever characters it contains.
 _TEXT_MAX_NBYTES = 8000
 _NAME_MAX_NBYTES = 500
-# Of all that one message tells; more than 60 ranks that fail at once may have to share it.
+# Limit for all failures in one message, which more than 60 ranks that fail together may share.
 _MESSAGE_MAX_NBYTES = 1 << 20
 _ERRORS = "surrogatepass"
 
 _REPORT_DEPTH = 2  # a list of lists of texts
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
-_DEMO = f"{_PACKAGE}demo/"  # reads as a user's program
+_DEMO = f"{_PACKAGE}demo/"  # treated as a user's program
 
 
 class DisagreementError(Exception):
-    """What ranks gave does not fit together; it becomes their failures, and never leaves here.
+    """The ranks' arguments do not fit together; internal, because it becomes their failures.
 
     Attributes:
-        reasons: what is wrong with each rank's that differs, by rank.
+        reasons: what is wrong, by rank, for each rank that differs.
     """
 
     def __init__(self, reasons: Mapping[int, str]) -> None:
@@ -54,10 +55,10 @@ class DisagreementError(Exception):
         self.reasons = dict(reasons)
 
     def failures(self, messages: Iterable[Message]) -> list[RankFailure]:
-        """One for each rank that differs, in whose code nothing was raised.
+        """Return a failure for each rank that differs, in whose code nothing was raised.
 
         Args:
-            messages: what the ranks sent in this call; their headers have the users' lines.
+            messages: what the ranks sent in this call; their headers contain the users' lines.
         """
         kind = f"{UsageError.__module__}.{UsageError.__qualname__}"
         places = {each.header.sender: each.header.call_site for each in messages}
@@ -77,39 +78,40 @@ def failure_of(error: BaseException, rank: int, call_site: str = "") -> RankFail
 
     Args:
         error: the exception.
-        rank: this one.
-        call_site: the user's ``file:line``, where the error was caught inside of a call: its own
-            traceback does not reach as far up.
+        rank: this rank.
+        call_site: the user's ``file:line``, if the error was caught inside a call: its own
+            traceback does not extend to that line.
     """
     kind = type(error)
     shown = kind
     if isinstance(error, CaughtAs) and isinstance(error, UsageError):
-        shown = error.kinds[-1]  # so that other ranks' programs can catch it as that, too
+        shown = error.kinds[-1]  # so that programs on other ranks can catch it as that type, too
     name = name_of(shown, "__qualname__")
-    # Any code of a user's may raise, and even exit: ``__str__``, a metaclass, ``__notes__``.
+    # Any user code may raise, or even exit: ``__str__``, a metaclass, ``__notes__``.
     with contextlib.suppress(BaseException):
         name = f"{shown.__module__}.{name}".removeprefix("builtins.")
     if isinstance(error, CollectiveError):
-        message = error.summary  # what it heard from other ranks stands in the traceback
+        message = error.summary  # the traceback has what other ranks reported
     else:
         message = text_of(error).removeprefix(f"{name_of(kind)}: ")
     try:
         remote = "".join(_folded(error).format())
-    except BaseException as second:  # noqa: BLE001  # see above
+    except BaseException as second:  # noqa: BLE001  # any user code may raise
         remote = f"<its traceback can't be formatted: {name_of(type(second))}>"
     return RankFailure(
         rank,
         _shortened(name, _NAME_MAX_NBYTES),
         _shortened(message, _TEXT_MAX_NBYTES),
-        # Outside of what may be cut: of all lines this one is the user's.
+        # Not part of what may be cut, because this is the user's line.
         line_of(call_site, is_here=True) + _shortened(remote, _TEXT_MAX_NBYTES),
     )
 
 
 def line_of(call_site: str, *, is_here: bool = False) -> str:
-    """A user's ``file:line`` as a traceback shows it; with the code itself, if it is of this rank.
+    """Return a user's ``file:line`` as a traceback shows it, with the code if it is this rank's.
 
-    Another rank's file may be another one here, and its header has only the end of a long path.
+    Another rank's file may differ from the one here, and its header has only the end of a long
+    path.
     """
     if not call_site:
         return ""
@@ -120,7 +122,7 @@ def line_of(call_site: str, *, is_here: bool = False) -> str:
 
 
 class _Folded(traceback.StackSummary):
-    """A stack in which successive frames of objcomm are one line."""
+    """A stack that shows successive frames of objcomm as one line."""
 
     def format(self, **options: bool) -> list[str]:
         lines: list[str] = []
@@ -134,12 +136,12 @@ class _Folded(traceback.StackSummary):
 
 
 def is_own(file: str) -> bool:
-    """Whether code of this file is objcomm's, and not a program's."""
+    """Return whether a file belongs to objcomm, and not to a program."""
     return file.startswith(_PACKAGE) and not file.startswith(_DEMO)
 
 
 def _folded(error: BaseException) -> traceback.TracebackException:
-    """An exception and all that led to it, ready to be formatted."""
+    """Return an exception, with its causes and contexts, ready to be formatted."""
     whole = traceback.TracebackException.from_exception(error)
     left = [whole]
     while left:
@@ -151,7 +153,7 @@ def _folded(error: BaseException) -> traceback.TracebackException:
 
 
 def _shortened(text: str, nbytes: int) -> str:
-    """Beginning and end of a text that is too long: the end of a traceback tells most."""
+    """Return the beginning and end of a text that is too long: a traceback's end says the most."""
     raw = text.encode("utf-8", _ERRORS)
     if len(raw) <= nbytes:
         return text
@@ -160,7 +162,7 @@ def _shortened(text: str, nbytes: int) -> str:
 
 
 def failure_message(header: Header, failures: Iterable[RankFailure]) -> Message:
-    """A message that says: these ranks failed, there is no value."""
+    """Return a message that reports failures in place of a value."""
     told = list(failures)
     most = _MESSAGE_MAX_NBYTES // max(2 * len(told), 1)
     texts = [
@@ -177,7 +179,7 @@ def failure_message(header: Header, failures: Iterable[RankFailure]) -> Message:
 
 
 def failures_in(messages: Iterable[Message]) -> dict[int, RankFailure]:
-    """All failures that some messages report, by rank.
+    """Return all failures that some messages report, by rank.
 
     Raises:
         WireError: a report can't be read, or is not what its sender signed.
@@ -198,10 +200,10 @@ def failures_in(messages: Iterable[Message]) -> dict[int, RankFailure]:
 
 
 def _checked(rank: object, *texts: object) -> RankFailure:
-    """A failure from the members that arrived.
+    """Return a failure from its received members.
 
     Raises:
-        TypeError: they are of other types, or not as many.
+        TypeError: their types or their number are wrong.
     """
     if type(rank) is not int or not all(isinstance(text, str) for text in texts):
         raise TypeError(f"a rank and texts were expected, not {type(rank).__name__}")
@@ -211,17 +213,17 @@ def _checked(rank: object, *texts: object) -> RankFailure:
 def raise_together(
     operation: str, failures: Mapping[int, RankFailure], own: BaseException | None, rank: int
 ) -> None:
-    """Raise what all ranks raise, if there is anything.
+    """Raise what all ranks raise, if there is any failure.
 
     Args:
-        operation: the collective's name.
+        operation: name of the collective.
         failures: by rank.
-        own: what happened on this rank, if it is one of them.
-        rank: this one.
+        own: the exception of this rank, if it has failed.
+        rank: this rank.
 
     Raises:
-        CollectiveError: from ``own`` where there is one. A KeyboardInterrupt or SystemExit of this
-            rank's own is raised itself.
+        CollectiveError: from ``own`` if there is one. This rank's own KeyboardInterrupt or
+            SystemExit is raised itself.
     """
     if own is not None and not isinstance(own, Exception):
         raise own
@@ -230,9 +232,10 @@ def raise_together(
 
 
 def on_rank(rank: int, error: ObjcommError) -> ObjcommError:
-    """The error, as this rank raises it: what its own exception tells is not told again.
+    """Return the error as this rank raises it, without repeating its own exception.
 
-    A function, because a variable of whoever raises would hold the error, whose traceback holds it.
+    This is a function, because a variable of the raising function would hold the error, whose
+    traceback holds that function's frame.
     """
     if isinstance(error, CollectiveError):
         error.own_rank = rank
@@ -240,11 +243,11 @@ def on_rank(rank: int, error: ObjcommError) -> ObjcommError:
 
 
 class DifferenceError(Exception):
-    """Two ranks gave other structures; it becomes a failure of the second, and never leaves here.
+    """Two ranks passed different structures; internal, it becomes the second rank's failure.
 
     Attributes:
         path: where they differ, such as ``obj['val'][2].loss``.
-        ranks: the two, within the group; the second one differs from the first.
+        ranks: the two ranks within the group; the second differs from the first.
         reason: what each of them has there.
     """
 

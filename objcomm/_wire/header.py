@@ -1,7 +1,7 @@
 """Byte layout of one message: a fixed header, a size table, the codec's bytes.
 
-Knows nothing of codecs, ranks' translation or torch, so one process can test every rule.
-The layout is described for other implementers in ``docs/wire-format.md``, and only there.
+Knows nothing of codecs, the translation of ranks, or torch, so a single process can test every
+rule. For other implementations, the layout is described in ``docs/wire-format.md``, and only there.
 """
 
 import functools
@@ -16,9 +16,9 @@ from objcomm.errors import OTHER_OPTIONS, DesyncError, Position, WireError
 MAGIC = b"OBJC"
 VERSION = 1
 
-#: The first message of an operation has at most this many bytes, unless it is whole, and a receive
-#: of a first message may be posted with exactly this size: a receiver whose buffer is too small may
-#: not survive (see ``Link``). 8 B and 64 KiB cost the same on the wire, so the window is generous.
+#: Maximum length of the first message of an operation, unless it is whole. A receive of a first
+#: message may be posted with exactly this size: a receiver whose buffer is too small may not
+#: survive (see ``Link``). 8 B and 64 KiB cost the same on the wire, so the window is generous.
 WINDOW_NBYTES = 32 * 1024
 
 _SIGNED = struct.Struct("<4sBBBBiiIIQQQ16s64sIQQQQiI32s32sI")
@@ -26,20 +26,20 @@ _CHECKSUM = struct.Struct("<I")
 _SIGNED_NBYTES = _SIGNED.size
 HEADER_NBYTES = _SIGNED_NBYTES + _CHECKSUM.size
 
-#: A body of so many bytes at most comes with its header.
+#: The longest body that is sent together with its header.
 INLINE_NBYTES = WINDOW_NBYTES - HEADER_NBYTES
 
-#: A digest or signature where there is no key.
+#: A digest or signature without a key.
 BLANK = bytes(32)
 _SIGNATURE_UNTIL = HEADER_NBYTES - 2 * _CHECKSUM.size
 _SIGNATURE_FROM = _SIGNATURE_UNTIL - len(BLANK)
 
-# Both a call's line and its name are told in one field: of the name at least so much.
+# A call's line and its name share one field, in which the name gets at least 31 bytes.
 _PLACE_NBYTES = 64
 _NAME_MIN_NBYTES = 31
 _NAME_MAX_NBYTES = 64
 
-#: As a header's ``destination``: whoever receives it.
+#: A header's ``destination`` if any rank may receive it.
 EVERYONE = -1
 
 _ROW = struct.Struct("<QB")
@@ -47,9 +47,9 @@ ROW_NBYTES = _ROW.size
 
 
 class Operation(IntEnum):
-    """Every operation that can stand in a header; numbers are never used twice."""
+    """All operations that a header may contain; numbers are never reused."""
 
-    NONE = 0  # a message that was made by ``to_tensor`` and belongs to no operation
+    NONE = 0  # a message of ``to_tensor``, which belongs to no operation
     BROADCAST = 1
     GATHER = 2
     ALL_GATHER = 3
@@ -66,7 +66,7 @@ class Operation(IntEnum):
     EXSCAN = 14
     REDUCE_SCATTER = 15
     SEND = 16
-    RECV = 17  # in no header: what waits for a SEND
+    RECV = 17  # in no header: a call that waits for a SEND
     SPLIT = 18
     DUP = 19
     NODE_GROUP = 20
@@ -98,30 +98,30 @@ class Operation(IntEnum):
     ZERO_FIRST = 46
     TAKE = 47  # the answer to a SEND that was offered
     NEW_GROUP = 48
-    READY = 49  # the receiver of a SEND has room for what lies on a device
-    START = 50  # the sender begins to send that
+    READY = 49  # the receiver of a SEND has memory for members on a device
+    START = 50  # the sender begins to send those
 
 
-#: By number: to ask a member for its name, and make it small, takes ten times as long.
+#: By number: a member's own name, in lower case, takes ten times as long.
 NAMES = {int(operation): operation.name.lower() for operation in Operation}
 
 
 class Status(IntEnum):
-    """What the bytes after the header are."""
+    """What the bytes after the header contain."""
 
     VALUE = 0  # an object, encoded
     FAILURE = 1  # the texts of one or more RankFailure
     BUNDLE = 2  # the first messages of all ranks, in rank order
-    TREE = 3  # nothing: "operands are large, combine them along a tree"
+    TREE = 3  # nothing: the operands are large and are combined along a tree
 
 
 class Flag(IntFlag):
-    """What else a header says of its message."""
+    """Properties of a message beyond its status."""
 
     STAGED = 1  # large members in CPU memory travel over the device link as well
     ACKNOWLEDGEMENT = 2  # of the round that ``confirm=True`` adds
     PACED = 4  # each piece that follows the head has a receipt
-    OFFERED = 8  # its sender waits for a TAKE before it sends the rest, or has ended
+    OFFERED = 8  # the sender waits for a TAKE before it sends the rest, or before its call ends
     ON_DEVICE = 16  # large members travel between the two ranks' devices, after a READY
     WHOLE = 32  # body and large buffers come with the header, whatever their size
 
@@ -129,36 +129,36 @@ class Flag(IntFlag):
 _WHOLE = int(Flag.WHOLE)  # an IntFlag's ``&`` costs 0.7 µs
 
 
-#: Makes a header of all its fields, in their order: by name it takes four times as long.
+#: Creates a header from all its fields, in order: by name it takes four times as long.
 made = tuple.__new__
 
 
 class Header(NamedTuple):
-    """What a receiver must know before it can allocate."""
+    """What a receiver must know before it can allocate memory."""
 
     status: int = 0
     flags: int = 0  # of ``Flag``
     operation: int = 0
     sender: int = 0  # group rank
-    root: int = -1  # group rank of source or destination, -1 where there is none
+    root: int = -1  # group rank of source or destination, -1 if there is none
     lane: int = 0  # fingerprint of the lane's name, 32 bit
-    epoch: int = 0  # 0: a mesh that replaces another has another name
+    epoch: int = 0  # always 0: a mesh that replaces another has another name
     group: int = 0  # fingerprint of the mesh
-    sequence: int = 0  # operations that the sender started before on this lane
-    fingerprint: int = 0  # of what must agree besides: the call's name, a named op
+    sequence: int = 0  # number of operations that the sender started before on this lane
+    fingerprint: int = 0  # of what else must agree: the call's name, a named op
     codec: str = ""
     call_site: str = ""
     buffer_count: int = 0
     meta_nbytes: int = 0  # the codec's own bytes
     body_nbytes: int = 0  # table, codec's bytes and small buffers
-    payload_nbytes: int = 0  # large buffers, which follow one by one
+    payload_nbytes: int = 0  # large buffers, which follow one after another
     tag: int = 0  # of a point-to-point message; 0 in collectives
-    destination: int = EVERYONE  # group rank that alone may take it; only where it is signed
-    number: int = 0  # of its maker's messages in this call, from 1; only where it is signed
+    destination: int = EVERYONE  # the only group rank that may take it; only if signed
+    number: int = 0  # number among its sender's messages in this call, from 1; only if signed
     digest: bytes = BLANK  # keyed, of body and payload
     signature: bytes = BLANK  # keyed, of this header
     body_checksum: int = 0  # CRC-32 of the body
-    name: str = ""  # the start of the call's name, which is packed behind the call site
+    name: str = ""  # the start of the call's name, packed after the call site
 
     @property
     def position(self) -> Position:
@@ -188,7 +188,7 @@ class Header(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Length of all that follows the header, in the first part or later."""
+        """Length of everything after the header, in the first part or later."""
         return self.body_nbytes + self.payload_nbytes
 
     @property
@@ -198,10 +198,10 @@ class Header(NamedTuple):
         return is_small or bool(self.flags & _WHOLE)
 
     def pack(self, sign: Callable[[bytes], bytes] | None = None) -> bytes:
-        """Lay the header out in ``HEADER_NBYTES`` bytes.
+        """Return the header as ``HEADER_NBYTES`` bytes.
 
         Args:
-            sign: makes the signature of the bytes in which it is still blank; None keeps the
+            sign: computes the signature of the bytes with a blank signature; None keeps the
                 header's own.
         """
         codec, place = _packed_names(self.codec, self.call_site, self.name)
@@ -220,7 +220,7 @@ class Header(NamedTuple):
 
         Raises:
             WireError: another program, or another version of objcomm, wrote them, or they were
-                damaged on the way.
+                damaged in transit.
         """
         if len(raw) < HEADER_NBYTES:
             raise WireError(f"a message of {len(raw)} bytes is shorter than its header")
@@ -244,29 +244,29 @@ class Header(NamedTuple):
 
 
 def signed_part(raw: bytes | bytearray | memoryview) -> bytes:
-    """What a packed header's signature is made of: all but itself and the checksum."""
+    """Return the part of a packed header that is signed: all but the signature and the checksum."""
     return b"".join([raw[:_SIGNATURE_FROM], BLANK, raw[_SIGNATURE_UNTIL:_SIGNED_NBYTES]])
 
 
 class SizeRow(NamedTuple):
-    """One line of the size table."""
+    """One row of the size table."""
 
     nbytes: int
     kind: int  # a ``buffers.BufferKind``
 
     @property
     def is_packed(self) -> bool:
-        """Whether the buffer lies in the body: copying it costs less than a message."""
+        """Whether the buffer is part of the body: copying it costs less than a message."""
         return self.nbytes <= WINDOW_NBYTES
 
 
 def pack_table(rows: Sequence[SizeRow]) -> bytes:
-    """Lay out the size table, ``ROW_NBYTES`` a row."""
+    """Return the size table as bytes, ``ROW_NBYTES`` per row."""
     return b"".join([_ROW.pack(*row) for row in rows])
 
 
 def unpack_table(header: Header, body: memoryview) -> list[SizeRow]:
-    """Read the size table and hold it against the header's sums.
+    """Read the size table and check it against the header's sums.
 
     Raises:
         WireError: body and header disagree; nothing was allocated for the buffers yet.
@@ -282,12 +282,12 @@ def unpack_table(header: Header, body: memoryview) -> list[SizeRow]:
 
 
 def fingerprint(text: str) -> int:
-    """A number of 32 bits for ``text``, the same in every process. Empty text gives 0."""
+    """Return a 32-bit number for ``text``, the same in every process; 0 for empty text."""
     return zlib.crc32(text.encode("utf-8", "surrogatepass")) if text else 0
 
 
 def shown(name: str, nbytes: int = _NAME_MAX_NBYTES) -> str:
-    """The start of a call's name, as errors show it."""
+    """Return the start of a call's name, as errors show it."""
     return name.encode("utf-8", "replace")[:nbytes].decode("utf-8", "ignore")
 
 
@@ -310,21 +310,21 @@ def _names_in(codec: bytes, place: bytes) -> tuple[str, str, str]:
 
 
 def operation_name(operation: int) -> str:
-    """The public name of an operation's number."""
+    """Return the public name of an operation's number."""
     return NAMES.get(operation) or f"operation {operation}"
 
 
 def check_same_call(mine: Header, theirs: Header, sender: int) -> None:
-    """Hold a received header against the one that this rank would have sent.
+    """Compare a received header with the one that this rank would have sent.
 
     Args:
-        mine: this rank's own.
-        theirs: what arrived.
-        sender: who must have made it, which is not who passed it on.
+        mine: this rank's own header.
+        theirs: the received header.
+        sender: the rank that must have created the message; another rank may have forwarded it.
 
     Raises:
-        DesyncError: the other rank is in another operation, call or root.
-        WireError: the message is of another group, lane or sender.
+        DesyncError: the other rank is in another operation or call, or has another root.
+        WireError: the message belongs to another group, lane or sender.
     """
     if (theirs.group, theirs.epoch, theirs.lane) != (mine.group, mine.epoch, mine.lane):
         raise WireError(f"a message from another group or lane arrived: {theirs.position}")

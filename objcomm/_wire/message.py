@@ -1,14 +1,14 @@
-"""One message: what travels first, what follows, and how it is taken in.
+"""One message: its parts, and how they are received.
 
-Joins the layout of ``header`` with the memory of ``codecs.buffers``. Knows nothing of codecs beyond
-their name, and nothing of who sends to whom.
+Combines the layout of ``header`` with the memory of ``codecs.buffers``. Knows codecs only by name,
+and nothing of who sends to whom.
 
-A message that is whole has one step: all of it is its head. Others move in at most three, each
-known from the one before::
+A *whole* message is sent in one step: all of it is its head. Others take up to three steps, each
+determined by the one before::
 
-    head     header, and the body behind it where both fit into the window
-    body     table, codec's bytes and small buffers, where they did not
-    buffers  each large buffer, from its memory into its memory
+    head     header, followed by the body if both fit into the window
+    body     table, codec's bytes and small buffers, if they did not fit
+    buffers  each large buffer, from the sender's memory into the receiver's
 """
 
 import math
@@ -42,25 +42,26 @@ if TYPE_CHECKING:
     from objcomm._wire.signing import Signer
 
 _WHOLE = int(Flag.WHOLE)  # an IntFlag's ``&`` costs 0.7 µs
-# What follows the head of such a message has receipts, waits for a word, or takes another way.
+# What follows their head has receipts, waits for an answer, or takes another path.
 _NOT_WHOLE = int(Flag.STAGED | Flag.PACED | Flag.OFFERED | Flag.ON_DEVICE)
 
-# The others own their memory, or lie elsewhere.
+# The other kinds own their memory, or are on a device.
 _MAPPABLE = frozenset({BufferKind.TENSOR, BufferKind.MEMORY})
 
 
 class Message:
-    """A message to send, or one that arrives.
+    """A message to send, or a received one.
 
     Attributes:
         header: its fixed part.
-        body: table, codec's bytes and small buffers; on a receiver not filled before it came.
-        buffers: all buffers in the codec's order; on a receiver only after ``open_body``.
-        large: those of them that lie behind the body, or travel by themselves.
-        arrived: the head as it came, on a receiver.
-        behind: what came there with a whole message's body: the large buffers, end to end.
-        signer: what its content is to be held against, on a receiver with a key.
-        refusal: why this rank will not decode it.
+        body: table, codec's bytes and small buffers; on a receiver, not filled before it has
+            arrived.
+        buffers: all buffers in the codec's order; on a receiver, only after ``open_body``.
+        large: those that follow the body, or are sent separately.
+        arrived: the head as received, on a receiver.
+        behind: the large buffers, end to end, that arrived after the body of a whole message.
+        signer: verifies the content, on a receiver with a key.
+        refusal: why this rank does not decode it.
         is_open: whether its body was read.
         is_all_head: whether nothing follows the head.
     """
@@ -98,9 +99,9 @@ class Message:
         self.is_all_head = header.is_all_head
 
     def make_whole(self, head_max_nbytes: int) -> None:
-        """Let all of a message to send be its head, if that may be so and is no longer than this.
+        """Mark a message to be sent entirely as its head, if it may be and fits.
 
-        Its memory is copied for that: a message of its own would cost more than up to some MiB.
+        Its memory is copied for that, which costs less than separate messages up to a few MiB.
         """
         header = self.header
         is_short = HEADER_NBYTES + header.nbytes <= head_max_nbytes
@@ -109,14 +110,14 @@ class Message:
             self.is_all_head = True
 
     def content(self) -> Iterator[Any]:
-        """All bytes behind the header, piece by piece, as objects with the buffer protocol."""
+        """Yield all bytes after the header, piece by piece, as objects with the buffer protocol."""
         yield self.body
         for buffer in self.large:
             flat = buffer.flat.cpu()
             yield readable(flat)
 
     def check(self) -> None:
-        """To be called before anything of a message that arrived is read.
+        """Check a received message; must be called before its content is used.
 
         Raises:
             ObjcommError: this rank's options refuse it.
@@ -136,29 +137,29 @@ class Message:
         return memoryview(self.body)[start : start + self.header.meta_nbytes]
 
     def replace(self, before: Sequence[Buffer], after: Sequence[Buffer]) -> None:
-        """Put buffers into the place of others, which had no memory yet."""
+        """Replace buffers that had no memory yet by others."""
         places = {id(old): new for old, new in zip(before, after, strict=True)}
         self.buffers = [places.get(id(each), each) for each in self.buffers]
         self.large = [places.get(id(each), each) for each in self.large]
 
     @property
     def on_host(self) -> list[Buffer]:
-        """The large buffers that lie in CPU memory."""
+        """The large buffers in CPU memory."""
         return [buffer for buffer in self.large if buffer.kind is not BufferKind.DEVICE]
 
     @property
     def buffers_on_device(self) -> list[torch.Tensor]:
-        """Flat tensors of all buffers on the accelerator, also of those that came in the body."""
+        """Flat tensors of all buffers on the accelerator, including those that came in the body."""
         return [buffer.flat for buffer in self.buffers if buffer.kind is BufferKind.DEVICE]
 
     @property
     def following_on_host(self) -> list[torch.Tensor]:
-        """Flat tensors of the large buffers that lie in CPU memory."""
+        """Flat tensors of the large buffers in CPU memory."""
         return [buffer.flat for buffer in self.on_host]
 
     @property
     def following_on_device(self) -> list[torch.Tensor]:
-        """Flat tensors of the large buffers that lie on the accelerator."""
+        """Flat tensors of the large buffers on the accelerator."""
         return [buffer.flat for buffer in self.large if buffer.kind is BufferKind.DEVICE]
 
 
@@ -171,19 +172,19 @@ def compose(
     codec: str | None = None,
     device_types: str = "",
 ) -> Message:
-    """Make a message to send.
+    """Create a message to send.
 
     Args:
         header: who sends what; its sizes and checksum are filled in here.
         meta: the codec's own bytes.
         buffers: the codec's buffers.
-        status: what it is; as the header says if None.
-        codec: the codec's name; likewise.
-        device_types: those on which buffers may lie, joined by commas; the same, in the same order,
-            as the ``devices`` of ``open_body`` on whoever receives it.
+        status: kind of message; None for the header's.
+        codec: name of the codec; None for the header's.
+        device_types: device types of buffers, separated by commas; the same as the ``devices`` of
+            ``open_body`` on the receiver, in the same order.
 
     Raises:
-        WireError: a buffer lies on another type of device.
+        WireError: a buffer is on another type of device.
     """
     body: bytes | bytearray = bytes(meta)  # no copy, of bytes
     payload_nbytes = 0
@@ -221,7 +222,7 @@ def compose(
 
 
 def _row_kind(buffer: Buffer, device_types: str) -> int:
-    """The kind of a buffer on a device as the size table has it, which also tells the type."""
+    """Return the kind of a device buffer for the size table, which includes the device type."""
     found, types = buffer.flat.device.type, device_types.split(",")
     if found not in types:
         raise WireError(f"a buffer on {found!r} cannot be sent from there, only from {types}")
@@ -229,11 +230,11 @@ def _row_kind(buffer: Buffer, device_types: str) -> int:
 
 
 def head_of(raw: bytes | memoryview, header: Header) -> Message:
-    """A message of which only the head is here: its body, if that came with it, is not read yet.
+    """Return a message from its head alone; a body that is part of it is not read yet.
 
     Args:
-        raw: what arrived; what lies behind the head is ignored.
-        header: what ``Header.unpack(raw)`` gave, checked by the caller.
+        raw: the received bytes; those after the head are ignored.
+        header: the result of ``Header.unpack(raw)``, checked by the caller.
 
     Raises:
         WireError: it was cut off.
@@ -255,13 +256,14 @@ def open_body(
     devices: Sequence[torch.device] = (),
     mapped_from_nbytes: float = math.inf,
 ) -> None:
-    """Read the body and make room for the large buffers; what is here gets memory of its own.
+    """Read the body and allocate the large buffers; what has arrived is copied to its own memory.
 
     Args:
-        message: its body has arrived; its buffers are filled in, and in a whole message filled.
-        devices: where ``BufferKind.DEVICE`` buffers are to lie, as ``allocate`` takes them.
-        mapped_from_nbytes: tensors and out-of-band members of so many bytes get no memory: it will
-            come with their content, by ``Message.replace``.
+        message: a message whose body has arrived. Its buffers are created, and in a whole message
+            filled.
+        devices: devices for ``BufferKind.DEVICE`` buffers, see ``allocate``.
+        mapped_from_nbytes: tensors and out-of-band members of at least this length get no memory;
+            ``Message.replace`` provides it with their content.
 
     Raises:
         WireError: the body is damaged or disagrees with the header, or there is no memory.
