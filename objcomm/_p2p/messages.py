@@ -1,4 +1,4 @@
-"""Messages from one rank to another: send, recv and their kin, and what has come and waits."""
+"""Point-to-point messages: send and receive, and probes for messages that have arrived."""
 
 from collections.abc import Iterable
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -14,7 +14,7 @@ from objcomm.errors import BrokenGroupError, ObjcommError, UsageError
 
 
 class _Sending(TypedDict, total=False):
-    """The keywords of ``send`` that change nothing about what it returns."""
+    """The keywords of ``send`` that do not affect the type of its result."""
 
     group_dst: int | None
     tag: int
@@ -24,7 +24,7 @@ class _Sending(TypedDict, total=False):
 
 
 class _Decoding(TypedDict, total=False):
-    """The keywords that say how a message is decoded."""
+    """The keywords for decoding a message."""
 
     device: DeviceLike
     accept: Iterable[str] | None
@@ -32,7 +32,7 @@ class _Decoding(TypedDict, total=False):
 
 
 class _Receiving(_Decoding, total=False):
-    """Those of ``recv``."""
+    """The keywords of ``recv``."""
 
     group_src: int | None
     tag: int | None
@@ -77,33 +77,35 @@ def send(
 ) -> Work[None] | None:
     """Send an object to one rank, which calls ``recv``.
 
-    Only these two ranks take part, and the ranks' collectives may come before, after or meanwhile.
-    Any thread may send; messages of one sender with one tag arrive in the order in which they were
-    sent. Large tensors on a device go straight to the receiver's over NCCL and XCCL.
+    No other rank participates. Collectives of the two ranks may run before, after or at the same
+    time. Any thread may send. Messages of one sender with one tag arrive in the order in which they
+    were sent. With NCCL and XCCL, large tensors on a device go directly to the receiver's device.
 
     Args:
-        obj: what to send.
-        dst: global rank of the receiver; this rank's own is allowed.
-        group_dst: the same as a rank within the group; give one.
-        tag: a receiver takes messages of one tag, or of any; from 0 to 2**32 - 1.
-        group: to which both belong; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        codec: what encodes the object.
-        async_op: return a work at once; buffers of tensors and arrays in ``obj`` must not change
-            before its ``wait`` returns.
+        obj: the object to send.
+        dst: global rank of the receiver, which may be this rank.
+        group_dst: the receiver as a rank within the group, instead of ``dst``.
+        tag: a receive takes messages of one tag, or of any; from 0 to 2**32 - 1.
+        group: process group or one-dimensional device mesh with both ranks; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
+        codec: name of the codec that encodes the object.
+        async_op: return a ``Work`` immediately. Do not modify tensors or arrays in ``obj`` before
+            its ``wait`` returns.
 
     Returns:
-        Nothing, when the message was taken. A small one (1.5 MiB, over Gloo 32 KiB) is taken when
-        the receiver has once sent to or received from this rank, a large one in its ``recv``.
+        None, once the message was accepted. A small one (up to 1.5 MiB, or 32 KiB over Gloo) is
+        accepted as soon as the receiver has once sent to this rank or received from it. A large one
+        is accepted by its ``recv``.
 
     Raises:
-        UsageError: an argument is wrong; nothing was sent.
+        UsageError: an argument is invalid. Nothing was sent.
         NotInGroupError: this rank is not a member of ``group``.
-        CollectiveError: the object can't be encoded, or the receiver refused it. Both ranks.
-        DesyncError: the receiver waits for this rank elsewhere, and neither call has a ``timeout``.
-            Both ranks.
-        TransportTimeout: the limit passed; the connection of these two ranks ends. Where this send
-            still waited for one before it only this one does.
+        CollectiveError: the object can't be encoded, or the receiver refused it. Raised on both
+            ranks.
+        DesyncError: the receiver waits for this rank in another call, and neither call has a
+            ``timeout``. Raised on both ranks.
+        TransportTimeout: the timeout expired, which ends the connection of the two ranks. If this
+            send was still queued behind another one, only this send ends.
         TransportError: the receiver died. Later calls between the two raise BrokenGroupError.
 
     Examples:
@@ -166,37 +168,37 @@ def recv(
 ) -> Any:
     """Receive an object that one rank sends to this one.
 
-    Takes the first message that has come and fits. Of several receives that a message fits, the
+    Takes the first message that has arrived and matches. If several receives match a message, the
     one that was called first gets it. Any thread may receive.
 
     Args:
-        src: global rank of the sender; neither this nor the next: from any rank.
-        group_src: the same as a rank within the group.
-        tag: of the message; None takes any.
-        group: to which both belong; None for the world.
-        timeout: seconds or timedelta; the group's own if None. When it passes nothing is lost: a
-            message that comes later waits for the next receive. One that has begun to come gets as
-            long again, 2 s at least.
-        device: the device to place received tensors on.
-        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-        allow: what a received pickle may name here, as in ``objcomm.configure``.
-        with_envelope: tell who sent it, too, with its tag and length.
-        async_op: return a work at once, whose ``wait`` gives the object; its ``envelope`` tells who
-            sent it.
+        src: global rank of the sender. Without ``src`` and ``group_src``, any rank.
+        group_src: the sender as a rank within the group, instead of ``src``.
+        tag: tag of the message; None accepts any.
+        group: process group or one-dimensional device mesh with both ranks; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout. No message is lost when it
+            expires: one that arrives later waits for the next receive. A message that has begun to
+            arrive gets the same time again, at least 2 s.
+        device: device on which to place received tensors.
+        accept: codecs this rank accepts in this call; see ``objcomm.configure``.
+        allow: what a received pickle may name in this call; see ``objcomm.configure``.
+        with_envelope: also return who sent the message, its tag and its length.
+        async_op: return a ``Work`` immediately. Its ``wait`` returns the object, and its
+            ``envelope`` then shows who sent it.
 
     Returns:
-        The object; with ``with_envelope`` a pair of the object and an ``objcomm.Envelope``.
+        The object; with ``with_envelope``, a tuple of the object and an ``objcomm.Envelope``.
 
     Raises:
-        UsageError: an argument is wrong, or this rank waits for itself, which has sent nothing.
+        UsageError: an argument is invalid, or this rank waits for itself but has sent nothing.
         NotInGroupError: this rank is not a member of ``group``.
-        CollectiveError: the sender could not encode the object. Both ranks.
-        DecodeError: the object could not be rebuilt. This rank only.
-        DesyncError: the sender waits for this rank elsewhere, and neither call has a ``timeout``.
-            Both ranks.
-        TransportTimeout: the limit passed.
-        TransportError: the sender died; or some rank did, where any may send. A rank whose program
-            has ended is not waited for, unless it was the last one.
+        CollectiveError: the sender could not encode the object. Raised on both ranks.
+        DecodeError: the object could not be rebuilt. Raised on this rank only.
+        DesyncError: the sender waits for this rank in another call, and neither call has a
+            ``timeout``. Raised on both ranks.
+        TransportTimeout: the timeout expired.
+        TransportError: the sender died or, if any rank may send, some rank died. A receive from any
+            rank ignores ranks whose programs have ended, unless no other rank is left.
 
     Examples:
         >>> import objcomm
@@ -225,23 +227,23 @@ def isend(
     timeout: Timeout = None,
     codec: str | None = None,
 ) -> Work[None]:
-    """Begin to send an object to one rank: ``send`` with ``async_op=True``.
+    """Start to send an object to one rank, as ``send`` with ``async_op=True``.
 
     Args:
-        obj: what to send; buffers of tensors and arrays in it must not change before ``wait``.
+        obj: the object to send. Do not modify tensors or arrays in it before ``wait`` returns.
         dst: global rank of the receiver.
-        group_dst: the same as a rank within the group; give one.
-        tag: of the message.
-        group: to which both belong; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        codec: what encodes the object.
+        group_dst: the receiver as a rank within the group, instead of ``dst``.
+        tag: tag of the message.
+        group: process group or one-dimensional device mesh with both ranks; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
+        codec: name of the codec that encodes the object.
 
     Returns:
-        A work, whose ``wait`` returns when the message was taken.
+        A ``Work``, whose ``wait`` returns once the message was accepted.
 
     Raises:
-        ObjcommError: whatever ``objcomm.send`` raises: what is wrong with the arguments at once,
-            all else where the work is waited for.
+        ObjcommError: see ``objcomm.send``. Invalid arguments raise immediately, all other errors
+            when the work is waited for.
 
     Examples:
         >>> import objcomm
@@ -264,24 +266,24 @@ def irecv(
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
 ) -> Work[Any]:
-    """Begin to receive an object: ``recv`` with ``async_op=True``.
+    """Start to receive an object, as ``recv`` with ``async_op=True``.
 
     Args:
-        src: global rank of the sender; neither this nor the next: from any rank.
-        group_src: the same as a rank within the group.
-        tag: of the message; None takes any.
-        group: to which both belong; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        device: the device to place received tensors on.
-        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-        allow: what a received pickle may name here, as in ``objcomm.configure``.
+        src: global rank of the sender. Without ``src`` and ``group_src``, any rank.
+        group_src: the sender as a rank within the group, instead of ``src``.
+        tag: tag of the message; None accepts any.
+        group: process group or one-dimensional device mesh with both ranks; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
+        device: device on which to place received tensors.
+        accept: codecs this rank accepts in this call; see ``objcomm.configure``.
+        allow: what a received pickle may name in this call; see ``objcomm.configure``.
 
     Returns:
-        A work, whose ``wait`` gives the object, and whose ``envelope`` then tells who sent it.
+        A ``Work``, whose ``wait`` returns the object. Its ``envelope`` then shows who sent it.
 
     Raises:
-        ObjcommError: whatever ``objcomm.recv`` raises: what is wrong with the arguments at once,
-            all else where the work is waited for.
+        ObjcommError: see ``objcomm.recv``. Invalid arguments raise immediately, all other errors
+            when the work is waited for.
 
     Examples:
         >>> import objcomm
@@ -307,25 +309,25 @@ def ssend(
 ) -> None:
     """Send an object to one rank, and return when that rank has received it.
 
-    ``send`` returns sooner for a small object, which then waits at the receiver. Only these two
-    ranks take part.
+    ``send`` may return earlier for a small object, which then waits at the receiver. No other rank
+    participates.
 
     Args:
-        obj: what to send.
-        dst: global rank of the receiver. For this rank itself a receive must have begun.
-        group_dst: the same as a rank within the group; give one.
-        tag: of the message.
-        group: to which both belong; None for the world.
-        timeout: seconds or timedelta; the group's own if None. When it passes a small object (32
-            KiB with its header) stays at the receiver, who may receive it later.
-        codec: what encodes the object.
+        obj: the object to send.
+        dst: global rank of the receiver. If it is this rank, a receive must have begun.
+        group_dst: the receiver as a rank within the group, instead of ``dst``.
+        tag: tag of the message.
+        group: process group or one-dimensional device mesh with both ranks; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout. When it expires, a small
+            object (32 KiB with its header) stays at the receiver and can still be received.
+        codec: name of the codec that encodes the object.
 
     Returns:
-        Nothing, when a ``recv``, ``irecv`` or ``sendrecv`` of the receiver has taken the message.
+        None, once a ``recv``, ``irecv`` or ``sendrecv`` of the receiver has taken the message.
 
     Raises:
-        UsageError: this rank would wait for itself; nothing was sent.
-        ObjcommError: whatever ``objcomm.send`` raises.
+        UsageError: this rank would wait for itself. Nothing was sent.
+        ObjcommError: see ``objcomm.send``.
 
     Examples:
         >>> import objcomm
@@ -349,23 +351,23 @@ def issend(
     timeout: Timeout = None,
     codec: str | None = None,
 ) -> Work[None]:
-    """Begin to send an object to one rank: ``ssend`` that returns at once.
+    """Start to send an object to one rank, as ``ssend`` that returns immediately.
 
     Args:
-        obj: what to send; buffers of tensors and arrays in it must not change before ``wait``.
-        dst: global rank of the receiver; this rank's own is allowed.
-        group_dst: the same as a rank within the group; give one.
-        tag: of the message.
-        group: to which both belong; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        codec: what encodes the object.
+        obj: the object to send. Do not modify tensors or arrays in it before ``wait`` returns.
+        dst: global rank of the receiver, which may be this rank.
+        group_dst: the receiver as a rank within the group, instead of ``dst``.
+        tag: tag of the message.
+        group: process group or one-dimensional device mesh with both ranks; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
+        codec: name of the codec that encodes the object.
 
     Returns:
-        A work, whose ``wait`` returns when the receiver has received the object.
+        A ``Work``, whose ``wait`` returns once the receiver has received the object.
 
     Raises:
-        ObjcommError: whatever ``objcomm.ssend`` raises: what is wrong with the arguments at once,
-            all else where the work is waited for.
+        ObjcommError: see ``objcomm.ssend``. Invalid arguments raise immediately, all other errors
+            when the work is waited for.
 
     Examples:
         >>> import objcomm
@@ -395,30 +397,31 @@ def sendrecv(
     allow: Iterable[Allowed] | None = None,
     with_envelope: bool = False,
 ) -> Any:
-    """Send an object to one rank and receive one, at the same time: the step of a ring.
+    """Send an object to one rank and receive one at the same time, as in a step of a ring.
 
     Args:
-        obj: what to send.
+        obj: the object to send.
         dst: global rank of the receiver.
-        src: global rank of the sender; from any rank if neither this nor ``group_src`` is given.
-        group_dst: ``dst`` as a rank within the group; give one.
-        group_src: ``src`` as a rank within the group.
-        tag: of the message that is sent.
-        recv_tag: of the one that is received; None takes any.
-        group: to which all belong; None for the world.
-        timeout: seconds or timedelta, for each of the two; the group's own if None.
-        codec: what encodes the object.
-        device: the device to place received tensors on.
-        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-        allow: what a received pickle may name here, as in ``objcomm.configure``.
-        with_envelope: tell who sent what was received, too, with its tag and length.
+        src: global rank of the sender. Without ``src`` and ``group_src``, any rank.
+        group_dst: the receiver as a rank within the group, instead of ``dst``.
+        group_src: the sender as a rank within the group, instead of ``src``.
+        tag: tag of the message that is sent.
+        recv_tag: tag of the message that is received; None accepts any.
+        group: process group or one-dimensional device mesh with all these ranks; None means the
+            world.
+        timeout: seconds or timedelta, for each of the two messages; None uses the group's timeout.
+        codec: name of the codec that encodes the object.
+        device: device on which to place received tensors.
+        accept: codecs this rank accepts in this call; see ``objcomm.configure``.
+        allow: what a received pickle may name in this call; see ``objcomm.configure``.
+        with_envelope: also return who sent the received message, its tag and its length.
 
     Returns:
-        The object that was received; with ``with_envelope`` a pair of it and an
+        The received object; with ``with_envelope``, a tuple of the object and an
         ``objcomm.Envelope``.
 
     Raises:
-        ObjcommError: whatever ``objcomm.send`` and ``objcomm.recv`` raise.
+        ObjcommError: see ``objcomm.send`` and ``objcomm.recv``.
 
     Examples:
         >>> import objcomm
@@ -429,7 +432,7 @@ def sendrecv(
     if recv_tag != "same":
         incoming_tag = None if recv_tag is None else checked_tag("sendrecv", recv_tag, "recv_tag")
     outgoing = Send(dst, group_dst, tag, group, timeout, codec=codec, said_by="sendrecv")
-    # Before anything is sent: its arguments may be wrong, too.
+    # Before anything is sent, because its arguments may be invalid, too.
     options: _Decoding = {"device": device, "accept": accept, "allow": allow}
     incoming = Receive(src, group_src, incoming_tag, group, timeout, **options, said_by="sendrecv")
     incoming.has_envelope = with_envelope
@@ -440,18 +443,18 @@ def sendrecv(
         try:
             sending.wait()
         except ObjcommError as other:
-            # Of two that fail for one reason, one says only that the other did.
+            # If both fail for the same reason, one error only reports that the other call failed.
             if isinstance(error, BrokenGroupError):
                 raise other from error
         raise
-    except BaseException:  # Ctrl-C is not kept waiting
+    except BaseException:  # Ctrl-C must not wait for the send
         sending.disown()
         raise
     else:
         sending.wait()
         return received
     finally:
-        del sending  # it holds the error, whose traceback holds this frame
+        del sending  # it refers to the error, whose traceback refers to this frame
 
 
 def probe(
@@ -462,21 +465,23 @@ def probe(
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> Envelope:
-    """Wait until there is a message that ``recv`` with the same arguments would take.
+    """Wait for a message that ``recv`` with the same arguments would take.
+
+    The message stays for a ``recv``. If several threads receive, another thread may take it first;
+    see ``objcomm.mprobe``.
 
     Args:
-        src: global rank of the sender; neither this nor the next: any rank.
-        group_src: the same as a rank within the group.
-        tag: of the message; None for any.
-        group: to which both belong; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
+        src: global rank of the sender. Without ``src`` and ``group_src``, any rank.
+        group_src: the sender as a rank within the group, instead of ``src``.
+        tag: tag of the message; None accepts any.
+        group: process group or one-dimensional device mesh with both ranks; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
 
     Returns:
-        Who sent it, its tag and length. It stays for a ``recv``; of several threads that receive
-        another one may take it first.
+        The message's sender, tag and length.
 
     Raises:
-        ObjcommError: whatever ``objcomm.recv`` raises before a message has come.
+        ObjcommError: see ``objcomm.recv``, for errors before a message has arrived.
 
     Examples:
         >>> import objcomm
@@ -497,21 +502,21 @@ def iprobe(
     tag: int | None = 0,
     group: GroupLike = None,
 ) -> Envelope | None:
-    """Whether there is a message that ``recv`` with the same arguments would take now.
+    """Check for a message that ``recv`` with the same arguments would take now.
 
-    Never waits. The first call begins to listen, so a message that is under way shows later.
+    Never waits. The first call starts listening, so a message that is on its way is found later.
 
     Args:
-        src: global rank of the sender; neither this nor the next: any rank.
-        group_src: the same as a rank within the group.
-        tag: of the message; None for any.
-        group: to which both belong; None for the world.
+        src: global rank of the sender. Without ``src`` and ``group_src``, any rank.
+        group_src: the sender as a rank within the group, instead of ``src``.
+        tag: tag of the message; None accepts any.
+        group: process group or one-dimensional device mesh with both ranks; None means the world.
 
     Returns:
-        Who sent it, its tag and length, or None if there is none.
+        The message's sender, tag and length, or None if there is no message.
 
     Raises:
-        ObjcommError: whatever ``objcomm.recv`` raises before it waits.
+        ObjcommError: see ``objcomm.recv``, for errors before it waits.
 
     Examples:
         >>> import objcomm
@@ -519,21 +524,21 @@ def iprobe(
         None
     """
     p2p_call = Receive(src, group_src, tag, group, name="iprobe")
-    # Neither counted nor recorded: a program that asks again and again would see nothing else.
+    # Neither counted nor recorded, because a polling program would fill the record with these.
     found = p2p_call.peek(is_probe=True)
     return None if found is None else p2p_call.envelope_of(found)
 
 
 class Message:
-    """A message that ``mprobe`` or ``improbe`` has found, and that nothing else can receive.
+    """A message found by ``mprobe`` or ``improbe``, which no other call can receive.
 
-    One ``recv`` or ``irecv``, on any thread, receives it. Until then it counts as not received, so
-    a sender that waits for that (``ssend``, or ``send`` of a large object) waits on, as long as its
-    time limit allows. Where nobody refers to it any more, and it was not received, it goes back to
-    its place before all that came later, for the next receive or probe.
+    It can be received once, by ``recv`` or ``irecv`` on any thread. Until then it counts as not
+    received: a sender that waits for that (``ssend``, or ``send`` of a large object) keeps waiting,
+    up to its timeout. If the message is garbage-collected without having been received, it goes
+    back to its place ahead of later messages, for the next receive or probe.
 
     Attributes:
-        envelope: who sent it, its tag and length.
+        envelope: its sender, tag and length.
 
     Examples:
         >>> import objcomm
@@ -548,7 +553,7 @@ class Message:
     def __init__(self, group: Group, arrival: Arrived, envelope: Envelope) -> None:
         self.envelope = envelope
         self._received_at = ""
-        # Until one thread takes it out.
+        # Empty once a thread has taken the message out.
         self._held = [(group, peers_of(group).mailbox, arrival)]
 
     def __repr__(self) -> str:
@@ -565,25 +570,26 @@ class Message:
         accept: Iterable[str] | None = None,
         allow: Iterable[Allowed] | None = None,
     ) -> Any:
-        """Receive it: its object, as ``objcomm.recv`` would have given it.
+        """Receive the message and return its object, as ``objcomm.recv`` would have.
 
         Args:
-            timeout: seconds or timedelta, for what has not come of a large object, 2 s at least;
-                the group's own if None.
-            device: the device to place received tensors on.
-            accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-            allow: what a received pickle may name here, as in ``objcomm.configure``.
+            timeout: seconds or timedelta for the rest of a large object, at least 2 s; None uses
+                the group's timeout.
+            device: device on which to place received tensors.
+            accept: codecs this rank accepts in this call; see ``objcomm.configure``.
+            allow: what a received pickle may name in this call; see ``objcomm.configure``.
 
         Returns:
             The object.
 
         Raises:
-            UsageError: it was received already, or an argument is wrong.
-            CollectiveError: the sender could not encode the object: both ranks. Or it was sent in a
-                block of ``fail_together`` that has failed since: this rank only.
-            DecodeError: the object could not be rebuilt. This rank only.
-            TransportTimeout: the limit passed.
-            TransportError: the sender died before all of it had come; or the group was destroyed.
+            UsageError: the message was received already, or an argument is invalid.
+            CollectiveError: the sender could not encode the object; raised on both ranks. Or it was
+                sent in a ``fail_together`` block that has failed since; raised on this rank only.
+            DecodeError: the object could not be rebuilt. Raised on this rank only.
+            TransportTimeout: the timeout expired.
+            TransportError: the sender died before the whole message had arrived, or the group was
+                destroyed.
 
         Examples:
             >>> import objcomm
@@ -603,20 +609,21 @@ class Message:
         accept: Iterable[str] | None = None,
         allow: Iterable[Allowed] | None = None,
     ) -> Work[Any]:
-        """Begin to receive it: ``recv`` that returns at once.
+        """Start to receive the message, as ``recv`` that returns immediately.
 
         Args:
-            timeout: seconds or timedelta, as in ``recv``.
-            device: the device to place received tensors on.
-            accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-            allow: what a received pickle may name here, as in ``objcomm.configure``.
+            timeout: seconds or timedelta; see ``recv``.
+            device: device on which to place received tensors.
+            accept: codecs this rank accepts in this call; see ``objcomm.configure``.
+            allow: what a received pickle may name in this call; see ``objcomm.configure``.
 
         Returns:
-            A work, whose ``wait`` gives the object. It can't be cancelled, as its message is here.
+            A ``Work``, whose ``wait`` returns the object. It can't be canceled, because its message
+            has arrived.
 
         Raises:
-            ObjcommError: whatever ``recv`` raises: what is wrong with the arguments at once, all
-                else where the work is waited for.
+            ObjcommError: see ``recv``. Invalid arguments raise immediately, all other errors when
+                the work is waited for.
 
         Examples:
             >>> import objcomm
@@ -628,7 +635,7 @@ class Message:
         return self._taken(timeout, "irecv", options).launch()
 
     def _taken(self, timeout: Timeout, said_by: str, options: _Decoding) -> HeldReceive:
-        """The one receive that there is for it, once nothing is wrong with the arguments."""
+        """Return the only receive of this message, after checking the arguments."""
         for group, _, arrival in self._held:
             if arrival.mesh is not None:
                 group.check_process("recv")
@@ -647,7 +654,7 @@ class Message:
         )
 
     def _let_go(self) -> bool:
-        """Whether the calling thread is the first to take it out."""
+        """Return whether the calling thread is the first to take the message out."""
         try:
             self._held.pop()
         except IndexError:
@@ -668,22 +675,22 @@ def mprobe(
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> Message:
-    """Wait for a message as ``probe`` does, and take it out: no other call can receive it.
+    """Wait for a message as ``probe`` does, and take it out, so that no other call can receive it.
 
-    With ``probe`` another thread may receive the message before the one that has found it does.
+    After ``probe``, another thread may receive the message first.
 
     Args:
-        src: global rank of the sender; neither this nor the next: any rank.
-        group_src: the same as a rank within the group.
-        tag: of the message; None for any.
-        group: to which both belong; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
+        src: global rank of the sender. Without ``src`` and ``group_src``, any rank.
+        group_src: the sender as a rank within the group, instead of ``src``.
+        tag: tag of the message; None accepts any.
+        group: process group or one-dimensional device mesh with both ranks; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
 
     Returns:
-        The message; its ``envelope`` tells who sent it, its ``recv`` gives the object.
+        The message. Its ``envelope`` shows who sent it, and its ``recv`` returns the object.
 
     Raises:
-        ObjcommError: whatever ``objcomm.recv`` raises before a message has come.
+        ObjcommError: see ``objcomm.recv``, for errors before a message has arrived.
 
     Examples:
         >>> import objcomm
@@ -707,21 +714,21 @@ def improbe(
     tag: int | None = 0,
     group: GroupLike = None,
 ) -> Message | None:
-    """Look for a message as ``iprobe`` does, and take it out if there is one.
+    """Check for a message as ``iprobe`` does, and take it out if there is one.
 
-    Never waits. The first call begins to listen, so a message that is under way shows later.
+    Never waits. The first call starts listening, so a message that is on its way is found later.
 
     Args:
-        src: global rank of the sender; neither this nor the next: any rank.
-        group_src: the same as a rank within the group.
-        tag: of the message; None for any.
-        group: to which both belong; None for the world.
+        src: global rank of the sender. Without ``src`` and ``group_src``, any rank.
+        group_src: the sender as a rank within the group, instead of ``src``.
+        tag: tag of the message; None accepts any.
+        group: process group or one-dimensional device mesh with both ranks; None means the world.
 
     Returns:
-        The message, which no other call can receive, or None if there is none.
+        The message, which no other call can receive, or None if there is no message.
 
     Raises:
-        ObjcommError: whatever ``objcomm.recv`` raises before it waits.
+        ObjcommError: see ``objcomm.recv``, for errors before it waits.
 
     Examples:
         >>> import objcomm
