@@ -238,7 +238,7 @@ class Calling:
             end: the connection.
             said: what was already read of the caller's handshake.
         """
-        # No more callers than this can be ranks, and a rank would have sent its handshake by now.
+        # There are more callers than ranks, and a rank would have sent its handshake by now.
         if len(self._callers) >= len(self._doors.others):
             for longest in tuple(self._callers.values())[:1]:
                 self._doors.on_refused("a process that said nothing")

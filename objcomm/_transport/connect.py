@@ -1,8 +1,8 @@
 """Connects the ranks of a group by the best link that they can have.
 
 That is a stream link if the systems of all ranks allow it. Otherwise Gloo connects them, unless
-some rank requires streams; each pair then proves to each other who they are before anything else is
-read.
+some rank requires streams. The two ranks of each pair then prove their identity before anything
+else is read.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -145,7 +145,7 @@ class _PeerError(OSError):
         self.is_final = isinstance(error, OtherKeyError)
 
 
-def connect(  # noqa: PLR0917  # what the ranks are, and who is told
+def connect(  # noqa: PLR0917  # the ranks, and callbacks
     store: dist.Store,
     rank: int,
     members: tuple[int, ...],
@@ -266,7 +266,7 @@ class _Ranks(NamedTuple):
 
 def _tell(store: dist.Store, key: str, refusal: _Refusal) -> None:
     """Report a refusal before any connection is closed, unless another rank was first."""
-    store.compare_set(key, "", pack_record(refusal))  # type: ignore[arg-type]  # bytes will do
+    store.compare_set(key, "", pack_record(refusal))  # type: ignore[arg-type]  # bytes work, too
 
 
 def _over_gloo(
@@ -638,8 +638,8 @@ class _Joining:
             for end in self._doors.accept(listener):
                 waiting = [each for each in self._guests.values() if each.is_unknown]
                 if len(waiting) >= max(1, len(self._doors.others) - len(self._joined)):
-                    # No more callers than this can be ranks. A rank has sent its handshake by now,
-                    # or calls again.
+                    # There are more callers than ranks. A rank has sent its handshake, or calls
+                    # again.
                     self._doors.on_refused("a process that said nothing")
                     self._drop(waiting[0])
                 guest = _Guest(end, -1, where=called_at(end))

@@ -157,7 +157,7 @@ class Connection:
             silence = Silence(end, self._lost_seconds)
             if end is self.socket:
                 self.silence = silence
-        end.setblocking(False)  # noqa: FBT003  # its one parameter
+        end.setblocking(False)  # noqa: FBT003  # its only parameter
         self._mover.watch(end, self)
 
     def detach(self) -> None:

@@ -333,7 +333,7 @@ class Doors:
 
     word_nbytes = _WORD.size
 
-    def __init__(  # noqa: PLR0917  # what is known of all ranks
+    def __init__(  # noqa: PLR0917  # facts about all ranks
         self,
         door: Door,
         places: Mapping[int, Place],
@@ -432,7 +432,7 @@ class Doors:
             except ConnectionAbortedError:  # it has left already
                 continue
             if end.family != socket.AF_UNIX or _uid_of(end) == os.geteuid():
-                end.setblocking(False)  # noqa: FBT003  # its one parameter
+                end.setblocking(False)  # noqa: FBT003  # its only parameter
                 yield end
             else:
                 self.on_refused(f"a process of user {_uid_of(end)}")

@@ -210,7 +210,7 @@ class GlooLink:
         before = open_sockets()
         # Any: torch's stubs omit a backend's point-to-point operations.
         gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()  # noqa: SLF001  # there is no public way
+        options = gloo._Options()  # noqa: SLF001  # no public API
         options._devices = self._devices = _devices.chosen()  # noqa: SLF001  # likewise
         options._timeout, options._threads = limit, 0  # noqa: SLF001  # likewise
         self._mesh: Any = gloo(store, place, size, options)
@@ -296,7 +296,7 @@ class GlooLink:
                 if self._prompted.wait(_LOOK_SECONDS):
                     self._prompted = Signal()
 
-    def prompt(self, peer: int) -> None:  # noqa: ARG002  # one signal is for all peers
+    def prompt(self, peer: int) -> None:  # noqa: ARG002  # one signal for all peers
         """See ``Connections``."""
         self._prompted.set()
 
@@ -304,7 +304,7 @@ class GlooLink:
         """See ``Connections``. Gloo's thread moves the bytes."""
         return Signal()
 
-    def has_come(self, peer: int, tag: int) -> bool:  # noqa: ARG002  # to ask is to wait for it
+    def has_come(self, peer: int, tag: int) -> bool:  # noqa: ARG002  # checking would mean waiting for it
         """See ``Link``."""
         return False
 
@@ -390,7 +390,7 @@ class GlooLink:
         # A connection on which this timed out was open: another thread is about to abort.
         return [peer for peer, each in told.items() if _OWN_DOING not in each and _LATE not in each]
 
-    def has_unread(self, peer: int) -> bool:  # noqa: ARG002  # Gloo's thread takes in what comes
+    def has_unread(self, peer: int) -> bool:  # noqa: ARG002  # Gloo's thread reads everything
         """See ``Connections``."""
         return False
 
@@ -492,7 +492,7 @@ def is_cut_off(group: dist.ProcessGroup, peer: int) -> bool:
     """
     backend: Any = None
     with contextlib.suppress(RuntimeError):  # it has no backend for CPU memory
-        backend = group._get_backend(torch.device("cpu"))  # noqa: SLF001  # no public way
+        backend = group._get_backend(torch.device("cpu"))  # noqa: SLF001  # no public API
     if not isinstance(backend, dist.ProcessGroupGloo):
         return False
     receive: Callable[..., Pending] = backend.recv  # type: ignore[attr-defined]  # not in torch's stubs
@@ -510,9 +510,9 @@ def _begun(begin: Callable[..., Pending], flat: Memory, place: int, tag: int) ->
     profiler has stopped and that memory has been reused. Torch 2.13 corrupts the heap that way,
     with a plain ``irecv``, too. A receive that stays posted outlives any ``with profile()``.
     """
-    if not _profiler._is_profiler_enabled:  # noqa: SLF001  # torch.optim's own way to ask
+    if not _profiler._is_profiler_enabled:  # noqa: SLF001  # as torch.optim checks
         return begin([flat], place, tag)
-    torch.autograd._enable_record_function(False)  # noqa: SLF001, FBT003  # there is no public way
+    torch.autograd._enable_record_function(False)  # noqa: SLF001, FBT003  # no public API
     try:
         return begin([flat], place, tag)
     finally:

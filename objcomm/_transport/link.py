@@ -81,8 +81,8 @@ class LinkTimeout(LinkError):
 class LinkClosed(LinkError):
     """The connection has ended or could not be made, and its other end is at fault.
 
-    Also raised after this rank itself has aborted the link. The reason begins with ``HOST_LOST`` if
-    the other end's whole host is out of reach.
+    Also raised after this rank itself aborted the link. The reason begins with ``HOST_LOST`` if the
+    other end's whole host is out of reach.
 
     Attributes:
         peers: the ranks whose connections ended while ranks were connecting, if known. They need
@@ -147,9 +147,8 @@ class Link(Protocol):
     but not shorter, which may end the process. Messages may be empty.
 
     When a connection ends, waits for receives that no byte has reached are woken.
-    ``needs_last_byte_apart`` says that this does not hold for a receive that is being filled. Waits
-    for sends need not be woken. ``abort`` wakes all waits for receives, and those for sends in
-    ``wait_apart``.
+    If ``needs_last_byte_apart`` is set, a receive that is being filled is not woken. Waits for sends
+    need not be woken. ``abort`` wakes all waits for receives, and those for sends in ``wait_apart``.
 
     Attributes:
         kind: its name in the log.
@@ -231,7 +230,7 @@ class Link(Protocol):
         """
 
     def came_late(self, peer: int, tag: int) -> bool:
-        """Return the same, for the thread that takes the messages after a wait has raised.
+        """Return whether a message came after all, on the thread whose wait for it has raised.
 
         Returns soon. May close the link, and counts as the one wait for the message.
         """
@@ -363,9 +362,10 @@ class Connections(Link, Protocol):
         Args:
             peer: the sender.
             accepts: by tag of ``head_tag``, a function that takes in a message, as ``take`` returns
-                it, or returns False. It is then called again after a ``prompt``, and the peer can
-                send only a few messages meanwhile. It is called in order, during a step of the
-                link, and must not wait for anything. An exception that it raises ends this call.
+                it, or returns False. It is then called again with the same message after a
+                ``prompt``, and the peer can send only a few more meanwhile. Calls follow the order
+                of arrival, are made during a step of the link, and must not wait for anything. An
+                exception ends ``attend``.
 
         Raises:
             LinkClosed: the connection has ended, and all that had arrived was taken in.

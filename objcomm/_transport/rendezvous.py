@@ -271,7 +271,7 @@ def _answer(
                     new.append(f"welcome/{number}")
             if new:
                 meeting.look_around()
-                store.multi_set(new, [nonce] * len(new))  # type: ignore[attr-defined]  # not in torch's stub
+                store.multi_set(new, [nonce] * len(new))  # type: ignore[attr-defined]  # not in torch's stubs
                 pause = _PAUSE_MIN_SECONDS
         if (entries := _read_text(store, f"joined/{nonce}") or "") != told:
             told = entries
@@ -304,7 +304,7 @@ def _append(store: dist.Store, key: str, entry: str) -> None:
     If the store lacks that operation, compare_set does it. Torch's own fallback (2.13) loops
     forever if another rank removes the key in the meantime.
     """
-    if store.has_extended_api():  # type: ignore[attr-defined]  # not in torch's stub
+    if store.has_extended_api():  # type: ignore[attr-defined]  # not in torch's stubs
         store.append(key, entry)  # type: ignore[attr-defined]  # likewise
         return
     found = ""
@@ -353,7 +353,7 @@ def _leave_word(store: dist.Store, size: int, rank: int, own: str, word: bytes) 
             store.compare_set(f"welcome/{number}", "", _GIVEN_UP + word.hex())
 
 
-def _agreed(  # noqa: PLR0917  # what this rank has told, and what it gets
+def _agreed(  # noqa: PLR0917  # all take part in one check
     told: str, number: str, door: str, rank: int, size: int, meeting: MeetingState
 ) -> Met:
     """Return what rank 0 has written together with all numbers; set the session of ``meeting``.
@@ -460,7 +460,7 @@ def await_all(store: dist.Store, size: int) -> None:
     if came % size == 0:
         store.set(key, "")
         return
-    limit: timedelta = store.timeout  # type: ignore[attr-defined]  # not in torch's stub
+    limit: timedelta = store.timeout  # type: ignore[attr-defined]  # not in torch's stubs
     seconds = limit.total_seconds()
     expires = time.monotonic() + seconds
     pause = _PAUSE_MIN_SECONDS

@@ -143,7 +143,7 @@ class Clients:
         if self._latest and all(has_closed(*each) for each in self._latest.items()):
             refuse_lost(store)
         before = open_sockets()
-        own: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
+        own: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         if isinstance(end := bare(own), dist.TCPStore):
             # It may be idle for hours, in which a firewall may forget it.
             notice_outages(before, lost_seconds, end.port)

@@ -165,7 +165,7 @@ class StreamLink:
                 self._mover.wake_mover()
         return pending
 
-    def expect(self, peers: Sequence[int], tag: int) -> None:  # noqa: ARG002  # the system keeps them
+    def expect(self, peers: Sequence[int], tag: int) -> None:  # noqa: ARG002  # the system buffers messages
         """See ``Link``. Connects to the peers, so that the end of a peer is noticed."""
         if len(self._connections) < self.size - 1:
             for peer in peers:
@@ -251,7 +251,7 @@ class StreamLink:
             raise LinkError(IN_A_HANDLER)
         with self._lock:
             try:
-                begin(transfer, which)  # type: ignore[arg-type]  # a ``Lent`` where that is asked
+                begin(transfer, which)  # type: ignore[arg-type]  # a ``Lent`` if ``begin`` takes one
                 if connection.peer.outgoing or connection.peer.ended:
                     connection.carry_out()
             except LinkClosed:

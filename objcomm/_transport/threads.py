@@ -136,7 +136,7 @@ def carried_out(job: Callable[[], T], outcome: Future[T]) -> None:
     """
     try:
         result = job()
-    except BaseException as error:  # noqa: BLE001  # raised by the thread that waits
+    except BaseException as error:  # noqa: BLE001  # raised by the waiting thread
         outcome.set_exception(error)
     else:
         outcome.set_result(result)
