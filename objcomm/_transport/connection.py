@@ -48,8 +48,8 @@ _IN, _OUT = getattr(select, "EPOLLIN", 0), getattr(select, "EPOLLOUT", 0)
 
 # The most that a large message sends or receives before other connections get a turn.
 _TURN_NBYTES = 4 << 20
-# How long the other host's system gets to receive what was sent before an end. Less than the time
-# for which a thread waits for the one that may close connections, see ``noticeboard``.
+# How long to wait before closing until the other host's system has what was sent. Less than the
+# time for which a thread waits for the one that may close connections, see ``noticeboard``.
 _DELIVERY_SECONDS = 0.3
 
 _CLOSED = f"{PEER_LOST} (its end of the stream is closed)"
@@ -161,12 +161,12 @@ class Connection:
         self._mover.watch(end, self)
 
     def detach(self) -> None:
-        """Close the socket that it sends on, before another one replaces it."""
+        """Close the socket for sending, before another one replaces it."""
         self._mover.let_go(self.socket)
         self.is_watched = False
 
     def sockets(self) -> list[socket.socket]:
-        """Return its one or two sockets; none while the peer has to be called again."""
+        """Return the one or two sockets; none while the peer has to be called again."""
         if self.is_to_call:
             return []
         return [self.socket] if self.inlet is None else [self.socket, self.inlet]
@@ -252,7 +252,7 @@ class Connection:
             return self.socket.send(self.peer.keep_share(), socket.MSG_NOSIGNAL)
 
     def _has_no_room(self, error: OSError) -> None:
-        """Handle an error of a send; that the peer is gone is left for ``read`` to find out."""
+        """Handle a send error, but leave the loss of the peer for ``read`` to detect."""
         if isinstance(error, (BlockingIOError, BrokenPipeError, ConnectionResetError)):
             return
         if not isinstance(error, ConnectionRefusedError) and not is_an_outage(error):
@@ -376,7 +376,7 @@ class Connection:
     # ------------------------------------------------------------------ the end
 
     def _hear_end(self) -> None:
-        """End it because no more data will come."""
+        """End the connection because no more data will come."""
         self.was_ended_there = self.was_ended_there or not self.is_hung_up
         self.end(OWN_DOING if self.is_hung_up else self.failed or _CLOSED)
 
@@ -396,13 +396,13 @@ class Connection:
                 self.socket.send(head + farewell, socket.MSG_NOSIGNAL)
 
     def lose_host(self) -> None:
-        """End it because the peer's host does not answer; what has arrived is kept."""
+        """End the connection because the peer's host does not answer; keep what has arrived."""
         self.read(is_ending=True)
         self.was_ended_there = True
         self.end(f"{HOST_LOST} (it answers nothing)")
 
     def leave(self, farewell: bytes) -> None:
-        """End it on this rank's decision; what has arrived is kept, even if not asked for."""
+        """End the connection on this rank's decision; keep all that has arrived."""
         if self._is_ended:
             return
         try:
@@ -415,12 +415,12 @@ class Connection:
             self.end(OWN_DOING)
 
     def refuse(self, what: str) -> None:
-        """End it because the peer has sent something that no link sends."""
+        """End the connection because the peer has sent something that no link sends."""
         self.peer.refuse(what)
         self.end(self.peer.ended)
 
     def end(self, reason: str) -> None:
-        """Close its sockets and end all of its transfers."""
+        """Close the sockets and end all transfers."""
         if self._is_ended:
             return
         is_to_deliver = self.is_far and reason is OWN_DOING and not self.is_hung_up

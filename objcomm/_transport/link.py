@@ -146,9 +146,10 @@ class Link(Protocol):
     and the sender's wait fails if the peer ends first. A receive may be longer than the message,
     but not shorter, which may end the process. Messages may be empty.
 
-    When a connection ends, waits for receives that no byte has reached are woken.
-    If ``needs_last_byte_apart`` is set, a receive that is being filled is not woken. Waits for sends
-    need not be woken. ``abort`` wakes all waits for receives, and those for sends in ``wait_apart``.
+    When a connection ends, waits for receives that no byte has reached are woken. If
+    ``needs_last_byte_apart`` is set, a receive that is being filled is not woken. Waits for sends
+    need not be woken. ``abort`` wakes all waits for receives, and waits for sends that run in
+    ``wait_apart``.
 
     Attributes:
         kind: its name in the log.
