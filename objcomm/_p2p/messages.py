@@ -94,8 +94,8 @@ def send(
 
     Returns:
         None, once the message was accepted. A small one (up to 1.5 MiB, or 32 KiB over Gloo) is
-        accepted as soon as the receiver has once sent to this rank or received from it. A large one
-        is accepted by its ``recv``.
+        accepted as soon as the receiver has sent to this rank or received from it at least once. A
+        large one is accepted by its ``recv``.
 
     Raises:
         UsageError: an argument is invalid. Nothing was sent.
@@ -184,7 +184,7 @@ def recv(
         allow: what a received pickle may name in this call; see ``objcomm.configure``.
         with_envelope: also return who sent the message, its tag and its length.
         async_op: return a ``Work`` immediately. Its ``wait`` returns the object, and its
-            ``envelope`` then shows who sent it.
+            ``envelope`` then identifies the sender.
 
     Returns:
         The object; with ``with_envelope``, a tuple of the object and an ``objcomm.Envelope``.
@@ -227,7 +227,7 @@ def isend(
     timeout: Timeout = None,
     codec: str | None = None,
 ) -> Work[None]:
-    """Start to send an object to one rank, as ``send`` with ``async_op=True``.
+    """Start to send an object to one rank; the same as ``send`` with ``async_op=True``.
 
     Args:
         obj: the object to send. Do not modify tensors or arrays in it before ``wait`` returns.
@@ -242,8 +242,8 @@ def isend(
         A ``Work``, whose ``wait`` returns once the message was accepted.
 
     Raises:
-        ObjcommError: see ``objcomm.send``. Invalid arguments raise immediately, all other errors
-            when the work is waited for.
+        ObjcommError: see ``objcomm.send``. Invalid arguments raise immediately. All other errors
+            are raised when you wait for the work.
 
     Examples:
         >>> import objcomm
@@ -266,7 +266,7 @@ def irecv(
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
 ) -> Work[Any]:
-    """Start to receive an object, as ``recv`` with ``async_op=True``.
+    """Start to receive an object; the same as ``recv`` with ``async_op=True``.
 
     Args:
         src: global rank of the sender. Without ``src`` and ``group_src``, any rank.
@@ -279,11 +279,11 @@ def irecv(
         allow: what a received pickle may name in this call; see ``objcomm.configure``.
 
     Returns:
-        A ``Work``, whose ``wait`` returns the object. Its ``envelope`` then shows who sent it.
+        A ``Work``, whose ``wait`` returns the object. Its ``envelope`` then identifies the sender.
 
     Raises:
-        ObjcommError: see ``objcomm.recv``. Invalid arguments raise immediately, all other errors
-            when the work is waited for.
+        ObjcommError: see ``objcomm.recv``. Invalid arguments raise immediately. All other errors
+            are raised when you wait for the work.
 
     Examples:
         >>> import objcomm
@@ -351,7 +351,7 @@ def issend(
     timeout: Timeout = None,
     codec: str | None = None,
 ) -> Work[None]:
-    """Start to send an object to one rank, as ``ssend`` that returns immediately.
+    """Start to send an object to one rank, like ``ssend``, but return immediately.
 
     Args:
         obj: the object to send. Do not modify tensors or arrays in it before ``wait`` returns.
@@ -366,8 +366,8 @@ def issend(
         A ``Work``, whose ``wait`` returns once the receiver has received the object.
 
     Raises:
-        ObjcommError: see ``objcomm.ssend``. Invalid arguments raise immediately, all other errors
-            when the work is waited for.
+        ObjcommError: see ``objcomm.ssend``. Invalid arguments raise immediately. All other errors
+            are raised when you wait for the work.
 
     Examples:
         >>> import objcomm
@@ -406,7 +406,7 @@ def sendrecv(
         group_dst: the receiver as a rank within the group, instead of ``dst``.
         group_src: the sender as a rank within the group, instead of ``src``.
         tag: tag of the message that is sent.
-        recv_tag: tag of the message that is received; None accepts any.
+        recv_tag: tag of the message that is received; None accepts any. Defaults to ``tag``.
         group: process group or one-dimensional device mesh with all these ranks; None means the
             world.
         timeout: seconds or timedelta, for each of the two messages; None uses the group's timeout.
@@ -609,7 +609,7 @@ class Message:
         accept: Iterable[str] | None = None,
         allow: Iterable[Allowed] | None = None,
     ) -> Work[Any]:
-        """Start to receive the message, as ``recv`` that returns immediately.
+        """Start to receive the message, like ``recv``, but return immediately.
 
         Args:
             timeout: seconds or timedelta; see ``recv``.
@@ -622,8 +622,8 @@ class Message:
             has arrived.
 
         Raises:
-            ObjcommError: see ``recv``. Invalid arguments raise immediately, all other errors when
-                the work is waited for.
+            ObjcommError: see ``recv``. Invalid arguments raise immediately. All other errors are
+                raised when you wait for the work.
 
         Examples:
             >>> import objcomm
@@ -687,7 +687,7 @@ def mprobe(
         timeout: seconds or timedelta; None uses the group's timeout.
 
     Returns:
-        The message. Its ``envelope`` shows who sent it, and its ``recv`` returns the object.
+        The message. Its ``envelope`` identifies the sender, and its ``recv`` returns the object.
 
     Raises:
         ObjcommError: see ``objcomm.recv``, for errors before a message has arrived.

@@ -297,8 +297,7 @@ class Calling:
             if is_unsaid or not connection.word:
                 self._adopt(connection, end, doors.word_to(peer, called_at(end)))
             else:
-                # Both ranks have called. The peer's call proves its identity, so it won't answer
-                # ours.
+                # Both have called. The peer's call proves its identity, so it won't answer ours.
                 connection.word, connection.inlet = b"", end
                 connection.attach(end)
                 connection.open()

@@ -1,8 +1,8 @@
 """Where ranks listen for each other, and the handshake with which they prove who they are.
 
 Ranks on one host find each other by the names of abstract Unix sockets. The kernel reports the
-owner of each process, so a process of another user is rejected before it can say anything. Ranks on
-other hosts connect by TCP. In both cases, both ends send a handshake, here called *word*, which
+owner of each process, so a process of another user is rejected before it can send anything. Ranks
+on other hosts connect by TCP. In both cases, both ends send a handshake, here called *word*, which
 only a rank that has met the others can compute: it depends on the meeting's session, which is
 stored nowhere, and on the user's key if there is one. Over TCP it also depends on the address that
 was called, so that a process at another address can't relay it.
@@ -42,7 +42,7 @@ _PROOF_NBYTES = 16
 _WORD = struct.Struct(f"<I{_PROOF_NBYTES}s{_PROOF_NBYTES}s")
 # Only hosts of containers have more, and those addresses lead nowhere.
 _ADDRESSES_MAX = 16
-# How long the system waits for a caller's first bytes before it shows the caller.
+# How long the system waits for a caller's first bytes before it reports the caller.
 _SAID_WITHIN_SECONDS = 30
 # How many callers a rank accepts before it does anything else.
 _TURN = 64
@@ -295,7 +295,7 @@ class Words:
         """Return whether this is what one rank sends to another, see ``said``.
 
         Raises:
-            OtherKeyError: a rank of the meeting sent it, but has another key.
+            OtherKeyError: a rank of the meeting sent it, but has a different key.
         """
         expected = self.said(rank, to, where)
         if secrets.compare_digest(said, expected):
@@ -386,8 +386,8 @@ class Doors:
 
         Raises:
             BlockingIOError: too many callers are waiting there; try again.
-            ConnectionRefusedError: it has closed its door.
-            OSError: this process can't, or no network leads there.
+            ConnectionRefusedError: it has stopped listening.
+            OSError: this process can't connect, or no network leads there.
         """
         with contextlib.ExitStack() as in_vain:
             if self.is_near(peer):
@@ -442,7 +442,7 @@ class Doors:
         """Return which rank has called and sent this; None if it is not a rank.
 
         Raises:
-            OtherKeyError: it is a rank that has another key.
+            OtherKeyError: it is a rank, but has a different key.
         """
         peer = _WORD.unpack(said)[0]
         is_far = end.family != socket.AF_UNIX
@@ -456,7 +456,7 @@ class Doors:
         """Return whether this rank itself has answered a call.
 
         Raises:
-            OtherKeyError: it has, but has another key.
+            OtherKeyError: it has, but has a different key.
         """
         return self._words.check(said, peer, self.rank, where)
 

@@ -4,7 +4,7 @@ A frame is a header with a kind, a tag, a length and a number. Some kinds are fo
 
 - ``MESSAGE``: a message of at most 1.5 MiB, sent eagerly. The system or the receiving link buffers
   it until it is asked for. The first messages of a lane are counted: a sender is never more than 16
-  of them, or 2 MiB, ahead of its receiver. The deadlock search can look back that far, and the byte
+  of them, or 2 MiB, ahead of its receiver. The deadlock search looks back that far, and the byte
   limit bounds the memory of an idle receiver. Of later messages, only tiny ones are sent eagerly.
 - ``OFFER``: announces a message that may not be sent eagerly. It stays in the sender's memory until
   the receiver answers with ``TAKE``.
@@ -18,8 +18,8 @@ A frame is a header with a kind, a tag, a length and a number. Some kinds are fo
 - ``CREDIT``: the number of first messages of a lane that were taken. A first message in the other
   direction carries that number as well and makes a separate credit unnecessary, which would only
   wake its receiver.
-- ``FAREWELL``: whose loss makes the sender close the connection, in bytes that the link does not
-  interpret. It is the last frame.
+- ``FAREWELL``: identifies the rank whose loss makes the sender close the connection, in bytes that
+  the link does not interpret. It is the last frame.
 """
 
 from collections.abc import Collection

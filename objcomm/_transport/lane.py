@@ -123,8 +123,8 @@ class Lane:
     def caller(self) -> str:
         """The call that the calling thread is inside of; empty if there is none.
 
-        The thread runs a callback, or a signal handler or destructor that interrupted the call,
-        which can't continue before that returns.
+        A thread is inside a call while it runs a callback, or a signal handler or destructor that
+        interrupted the call. The call can't continue before that returns.
         """
         entry = self.entry
         if self.line is not None and self.line.is_here:

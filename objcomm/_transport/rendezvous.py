@@ -391,7 +391,7 @@ def _say_again(store: dist.Store, hello: str) -> None:
 def call_the_roll(
     store: dist.Store, rank: int, size: int, seconds: float, turn: str
 ) -> tuple[int, ...]:
-    """Wait until every rank has called this; the ranks need not have met before.
+    """Wait for every rank to call this; the ranks need not have met before.
 
     Args:
         store: shared by the ranks; rank 0 may host it, and leaves last.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _NO_KEY = "objcomm/nobody writes this"
-_NOTHING = "objcomm has found nothing"  # no value of objcomm begins so
+_NOTHING = "objcomm has found nothing"  # no value of objcomm starts like this
 
 # For a host that is up and takes connections; slower cases are left to torch.
 _TAKEN_WITHIN_SECONDS = 1.0
@@ -176,8 +176,8 @@ def refuse_lost(store: dist.Store) -> None:
 
 R = TypeVar("R")
 
-# Records about thousands of ranks are shorter. In memory, a malicious record takes 75 times as
-# much.
+# Records about thousands of ranks are shorter. Decoded, a malicious record takes 75 times as much
+# memory.
 _RECORD_MAX_NBYTES = 4 << 20
 
 _TEXT_ERRORS = "surrogatepass"  # call sites and messages may contain any text
@@ -195,7 +195,8 @@ def unpack_record(raw: bytes, kind: type[R], what: str) -> R:
     Args:
         raw: the result of ``pack_record``.
         kind: the record's type. Its fields are numbers, text, bytes, members of an enum, other
-            records, tuples of these, or optional. ``Annotated`` with a range restricts a number.
+            records or tuples of these, and may be optional. ``Annotated`` with a range restricts a
+            number.
         what: the record's name, for errors.
 
     Raises:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 # How long the attending thread leaves received data to a thread that waits, or has just waited.
 _STAND_BY_MS = 5
-# A signal handler that interrupted the lock's owner may take long.
+# A signal handler that interrupted the lock's owner may take a while.
 _PATIENCE_SECONDS = 1.0
 
 
@@ -331,7 +331,7 @@ class StreamLink:
                         raise LinkClosed(protocol.ended)
                 idle.poll()
                 # A waiting thread reads what has arrived. So does one that is about to wait again,
-                # as in a series of receives; two threads doing it would disturb each other.
+                # as in a series of receives; two threads would get in each other's way.
                 if mover.is_in_use(_STAND_BY_MS / 1e3):
                     prompted.poll(_STAND_BY_MS)
                 else:
