@@ -25,7 +25,7 @@ _PAYLOAD = 1 << (LANE_BITS + _SEQUENCE_BITS)
 #: Set in all tags of ``receipt_tag``, and in no others.
 RECEIPT = _PAYLOAD << 1
 _RESULT = _PAYLOAD << 2
-#: For the handshake of ranks on a link that has none of its own.
+#: For the handshake of ranks on a link that does not have its own.
 WORD_TAG = (1 << 31) - 2
 _LEAST_SECONDS = 0.01
 # The watchdog ends a wait whose limit has passed, and notifies the other ranks before it closes the
@@ -347,7 +347,7 @@ class Sharing(Protocol):
 class Connections(Link, Protocol):
     """A link that knows which of its connections have ended; the basis of a mesh.
 
-    It soon notices by itself when the process of a connected peer ends. A peer may not be connected
+    It soon notices when the process of a connected peer ends. A peer may not be connected
     until one of the two ranks begins the first transfer, or uses ``call``.
     """
 

@@ -118,8 +118,8 @@ def connected(before: Collection[int], port: int = 0) -> dict[int, int]:
 class Silence:
     """Measures how long the host at the other end of a connection has left packets unanswered.
 
-    TCP_USER_TIMEOUT is no alternative: by it, Linux also ends a connection whose other end reads
-    nothing, although that host answers.
+    TCP_USER_TIMEOUT is not an alternative: it also ends a connection whose other end reads nothing,
+    although that host answers.
     """
 
     def __init__(self, end: socket.socket, limit_seconds: float) -> None:

@@ -233,7 +233,7 @@ class Ticket:
         """Wait for its turn for so many seconds; return whether it has come.
 
         Raises:
-            UsageError: a handler waits for a place of its own thread.
+            UsageError: a handler waits for a place that its own thread has taken.
         """
         if self.turn.is_set:
             return True

@@ -147,7 +147,8 @@ class Gate:
 
         Raises:
             AuthenticationError: it is an earlier message, this rank's own, or one for another rank.
-            DesyncError: the other rank is in another operation or call, or has another root.
+            DesyncError: the other rank is in another operation or call, or has another root, name
+            or options.
             WireError: the message belongs to another group, lane or sender.
         """
         signer = self.signer

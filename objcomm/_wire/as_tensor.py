@@ -35,7 +35,7 @@ def to_tensor(obj: object, *, codec: str | None = None) -> torch.Tensor:
 
     Raises:
         EncodeError: the codec can't encode the object; the error names its path.
-        UsageError: there is no such codec.
+        UsageError: ``codec`` is not the name of a codec.
 
     Examples:
         >>> import objcomm

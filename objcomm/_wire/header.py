@@ -323,7 +323,8 @@ def check_same_call(mine: Header, theirs: Header, sender: int) -> None:
         sender: the rank that must have created the message; another rank may have forwarded it.
 
     Raises:
-        DesyncError: the other rank is in another operation or call, or has another root.
+        DesyncError: the other rank is in another operation or call, or has another root, name or
+        options.
         WireError: the message belongs to another group, lane or sender.
     """
     if (theirs.group, theirs.epoch, theirs.lane) != (mine.group, mine.epoch, mine.lane):
