@@ -92,7 +92,7 @@ class UntilLost:
         self._lost = ""
 
     def __getattr__(self, operation: str) -> Callable[..., Any]:
-        """Return a method of the store; once one has raised ``DistNetworkError``, all do."""
+        """Return a method of the store that raises ``DistNetworkError`` once the host is lost."""
         ask = getattr(self._store, operation)
 
         def asked(*arguments: object) -> Any:

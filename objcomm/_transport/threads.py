@@ -69,10 +69,10 @@ class Alone:
     __slots__ = ("_is_entered", "_what")
 
     def __init__(self, what: str) -> None:
-        """Create it for one kind of step.
+        """Name what a thread can't do twice at the same time.
 
         Args:
-            what: what the steps do, for the error's text.
+            what: what is done in the block, for the error's text.
         """
         self._what = what
         self._is_entered = False
@@ -97,7 +97,7 @@ def interrupted(what: str) -> str:
 # Locks that other threads need to make progress.
 _guards: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
-#: How long a wait may take before it is checked whether it can end at all.
+#: How long a wait may take before objcomm checks whether it can end at all.
 SUSPICIOUS_SECONDS = 0.25
 
 
@@ -171,7 +171,7 @@ class TicketQueue:
         )
 
     def admit(self) -> None:
-        """Notify the first place that its turn has come, unless it knows.
+        """Notify the first place that its turn has come, unless it was notified.
 
         A loop in one thread at a time: any of a thousand places may be left when its turn comes,
         and each departure calls this.
@@ -404,7 +404,7 @@ class SerialQueue:
             self._jobs.append(job)
             if self._has_thread:
                 return
-            self._has_thread = True  # before it: a handler's jobs then need no second one
+            self._has_thread = True  # first, so that a handler borrows no second thread
             try:
                 self._pool.submit(self._run)
             except BaseException:
@@ -472,7 +472,7 @@ class Apart:
                 self._callers.discard(is_woken)
 
     def abandon(self) -> None:
-        """Make waits raise that will not end, from now on."""
+        """Make all waits that do not end raise, those that have begun and later ones."""
         with self._lock:
             self._is_abandoned = True
             callers = tuple(self._callers)
@@ -575,7 +575,7 @@ class SerialExecutor:
         """
         with self._changed:
             if self._thread is None:
-                # Before it starts, so that a handler's jobs need no second one.
+                # Before the start, so that a handler that submits a job starts no second thread.
                 self._thread = _Worker(self, self._run, self._name)
                 try:
                     self._thread.start()
@@ -686,7 +686,7 @@ class AlarmClock:
         while True:
             with self._changed:
                 is_idle = not self._changed.wait_for(lambda: bool(self._alarms), _LINGER_SECONDS)
-                if is_idle and not self._alarms:  # as of ``SerialExecutor``
+                if is_idle and not self._alarms:  # as in ``SerialExecutor``
                     self._thread = None
                     return
                 seconds = self._alarms[0][0] - time.monotonic()
