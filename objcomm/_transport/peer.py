@@ -514,7 +514,7 @@ class Peer:
 
     def refuse(self, what: str) -> None:
         """End the connection because the peer has sent something that no link sends."""
-        self.end(f"rank {self.rank} has sent {what}, which no link of objcomm does")
+        self.end(f"rank {self.rank} has sent {what}, which objcomm never does")
 
     def end(self, reason: str) -> None:
         """End all outstanding transfers; complete messages can still be taken.

@@ -25,7 +25,7 @@ from objcomm.errors import UsageError
 
 T = TypeVar("T")
 
-_ABANDONED = "the connections were closed, before everything sent over them was taken"
+_ABANDONED = "the connections were closed before everything sent over them was taken"
 
 
 class AbandonedError(RuntimeError):

@@ -186,7 +186,7 @@ def compose(
     Raises:
         WireError: a buffer is on another type of device.
     """
-    body: bytes | bytearray = bytes(meta)  # no copy, of bytes
+    body: bytes | bytearray = bytes(meta)  # copies nothing if it is bytes already
     payload_nbytes = 0
     large = []
     if buffers:
