@@ -1,4 +1,5 @@
-"""The operations that all ranks of a group call, each a function and its two steps.
+"""The operations that all ranks of a group call. Each is a function and its two steps.
 
-Knows objects, and what a message means; which rank sends it to which is ``algorithms``' business.
+This package knows objects and the meaning of messages. ``algorithms`` decides which rank sends a
+message to which.
 """

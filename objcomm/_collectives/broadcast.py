@@ -1,7 +1,8 @@
-"""From one rank to all: ``broadcast``; and none goes on before all have come: ``barrier``.
+"""``broadcast``, from one rank to all, and ``barrier``, which no rank leaves before all arrive.
 
-A function whose name ends in ``_in`` is the first step of a call that was entered: it encodes. What
-it returns is the second, to be called at once or given to ``call.later``. Others build on it.
+A function whose name ends in ``_in`` runs the first step of a call that has already been entered:
+it encodes, and returns the second step as a function, to be called immediately or passed to
+``call.later``. Other operations are built on these functions.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,15 +28,15 @@ T = TypeVar("T")
 
 
 class SourceSync(ShownSyncOptions, WithSource):
-    """The keywords of a call that has a source and returns its result."""
+    """Keywords of a call that has a source and returns its result."""
 
 
 class SourceAsync(ShownAsyncOptions, WithSource):
-    """The keywords of a call that has a source and returns a work."""
+    """Keywords of a call that has a source and returns a ``Work``."""
 
 
 class SourceMaybeAsync(ShownMaybeAsyncOptions, WithSource):
-    """The keywords of a call that has a source and returns a work or its result."""
+    """Keywords of a call that has a source and returns a ``Work`` or its result."""
 
 
 @overload
@@ -71,43 +72,46 @@ def broadcast(
     Every rank of ``group`` must call this, in the same order as its other collectives.
 
     Args:
-        obj: on the source what to share; elsewhere ignored, so ``None`` will do.
+        obj: the object to share, on the source. Ignored on other ranks, which may pass ``None``.
         src: global rank of the source.
-        group_src: the same as a rank within the group; give one. Neither: the group's first rank.
-        name: of this call, the same on every rank. Calls of different names raise instead of
-            meeting; calls of one name may be on different lines of the program, and those without
-            are known by their line: see ``objcomm.configure``, ``check``.
-        group: who takes part: a process group, a one-dimensional device mesh, None for the world.
-        timeout: seconds or timedelta, shorter or longer than the group's own; that if None.
-        codec: what encodes the object on the source; ``"pickle"``, ``"msgpack"`` or a registered
-            name. A receiver takes it from the message.
-        device: the device to place received tensors on; if None, on the current
-            device of the type they had. A type for which the group has a backend of its own, such
-            as NCCL for CUDA, also makes large members travel over that: the first such type.
-        confirm: wait until every rank has decoded, and raise everywhere if one could not.
-        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-        allow: what a received pickle may name here, as in ``objcomm.configure``.
-        progress: let the group's first rank show a bar of the object's bytes, with rate and time
-            left, if that takes more than half a second; give it on every rank. Needs tqdm.
-        async_op: return at once; the result is the work's. Buffers of tensors and arrays in
-            ``obj`` must not change before its ``wait`` returns.
+        group_src: the source as a rank within the group, instead of ``src``. With neither, the
+            group's first rank is the source.
+        name: name of this call, the same on every rank. Two calls with different names raise an
+            error instead of matching. Calls with the same name match even from different lines of
+            the program; calls without a name are identified by their line, see ``check`` in
+            ``objcomm.configure``.
+        group: process group or one-dimensional device mesh; None means the world.
+        timeout: seconds or timedelta, shorter or longer than the group's timeout, which None uses.
+        codec: name of the codec that encodes the object on the source: ``"pickle"``,
+            ``"msgpack"`` or a registered name. Receivers read it from the message.
+        device: device on which to place received tensors. With None, each goes to the current
+            device of its original type. If the group has a separate backend for a device type,
+            such as NCCL for CUDA, passing a device of that type also sends large members in CPU
+            memory over that backend; with several such types, only the first does this.
+        confirm: wait until every rank has decoded, and raise on every rank if any rank failed to.
+        accept: codecs this rank accepts in this call; see ``objcomm.configure``.
+        allow: what a received pickle may name in this call; see ``objcomm.configure``.
+        progress: show a progress bar on the group's first rank, with bytes, rate and time left,
+            if the transfer takes more than half a second. Pass it on every rank. Requires tqdm.
+        async_op: return a ``Work`` immediately; its ``wait`` returns the result. Do not modify
+            tensors or arrays in ``obj`` before ``wait`` returns.
 
     Returns:
-        The source's object. On the source the identical one, elsewhere an independent and writable
-        copy.
+        The source's object: the same object on the source, an independent and writable copy on
+        every other rank.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
-        MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
-            traffic.
-        CollectiveError: the source could not encode its object. Every rank. With ``confirm``
-            also: some rank could not decode it.
-        DecodeError: the object could not be rebuilt. That rank only; later calls work.
-        DesyncError: ranks are in different operations, or in calls of different names. Every rank,
-            once: where it waits, or in its next call.
-        TransportTimeout: the limit passed. Every rank that still waited.
-        TransportError: a rank died. Every rank that waited for it.
+        MissingDependencyError: ``progress`` is set and tqdm is not installed. Raised on each rank
+            without tqdm, before any traffic.
+        CollectiveError: the source could not encode its object or, with ``confirm``, some rank
+            could not decode it. Raised on every rank.
+        DecodeError: the object could not be rebuilt. Raised on that rank only; later calls work.
+        DesyncError: ranks are in different operations, or in calls with different names. Raised
+            once on every rank: where it waits, or in its next call.
+        TransportTimeout: the timeout expired. Raised on every rank that was still waiting.
+        TransportError: a rank died. Raised on every rank that was waiting for it.
 
     Examples:
         >>> import objcomm
@@ -135,12 +139,13 @@ def broadcast(
 
 
 def broadcast_in(call: Call, obj: T, check: Callable[[T], T] | None = None) -> Callable[[], T]:
-    """``broadcast`` for a call that was already begun.
+    """Run ``broadcast`` within a call that has begun.
 
     Args:
         call: the call.
-        obj: what the source shares.
-        check: returns it, or raises, on the source; an error travels as that rank's failure.
+        obj: the object that the source shares.
+        check: called on the source; returns the object to send, or raises. An error is sent as
+            the source's failure.
     """
     if call.is_alone:
         return partial(call.alone, lambda: obj if check is None else check(obj))
@@ -185,23 +190,25 @@ def barrier(
 def barrier(
     name: str = "", *, group: GroupLike = None, timeout: Timeout = None, async_op: bool = False
 ) -> Work[None] | None:
-    """Wait until every rank of the group has come here.
+    """Wait until every rank of the group has called this.
 
     Every rank of ``group`` must call this.
 
     Args:
-        name: barriers of different names do not release each other: they raise.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        async_op: return a work at once, whose ``wait`` returns when every rank has come.
+        name: name of this barrier. Ranks in barriers with different names raise an error instead
+            of releasing each other.
+        group: process group or one-dimensional device mesh; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
+        async_op: return a ``Work`` immediately; its ``wait`` returns when every rank has arrived.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
-        DesyncError: ranks are in different operations, or in barriers of different names. Every
-            rank, once: where it waits, or in its next call.
-        TransportTimeout: the limit passed. Every rank that still waited, with all that are missing.
-        TransportError: a rank died. Every rank that waited for it.
+        DesyncError: ranks are in different operations, or in barriers with different names.
+            Raised once on every rank: where it waits, or in its next call.
+        TransportTimeout: the timeout expired. Raised on every rank that was still waiting; it
+            lists all missing ranks.
+        TransportError: a rank died. Raised on every rank that was waiting for it.
 
     Examples:
         >>> import objcomm

@@ -1,7 +1,8 @@
-"""From all ranks to one, or to all, and what one rank makes of it: ``gather``, ``all_gather``.
+"""``gather`` and ``all_gather``, and decisions that one rank makes from all ranks' objects.
 
-A function whose name ends in ``_in`` is the first step of a call that was entered: it encodes. What
-it returns is the second, to be called at once or given to ``call.later``. Others build on it.
+A function whose name ends in ``_in`` runs the first step of a call that has already been entered:
+it encodes, and returns the second step as a function, to be called immediately or passed to
+``call.later``. Other operations are built on these functions.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -31,15 +32,15 @@ B = TypeVar("B")
 
 
 class DestinationSync(ShownSyncOptions, WithDestination):
-    """The keywords of a call that has a destination and returns its result."""
+    """Keywords of a call that has a destination and returns its result."""
 
 
 class DestinationAsync(ShownAsyncOptions, WithDestination):
-    """The keywords of a call that has a destination and returns a work."""
+    """Keywords of a call that has a destination and returns a ``Work``."""
 
 
 class DestinationMaybeAsync(ShownMaybeAsyncOptions, WithDestination):
-    """The keywords of a call that has a destination and returns a work or its result."""
+    """Keywords of a call that has a destination and returns a ``Work`` or its result."""
 
 
 @overload
@@ -68,43 +69,47 @@ def gather(
     progress: bool = False,
     async_op: bool = False,
 ) -> list[T] | Work[list[T] | Any] | Any:
-    """Collect one object from every rank onto one.
+    """Collect one object from every rank onto one rank.
 
-    Every rank of ``group`` must call this. Each contribution travels at its own size. A rank that
-    only sends returns when its contribution was taken, which may be before ``dst`` calls.
+    Every rank of ``group`` must call this. Contributions may differ in size; none is padded. A
+    rank that only sends returns once its contribution has been taken, which may be before ``dst``
+    makes the call.
 
     Args:
         obj: this rank's contribution.
-        dst: global rank that receives.
-        group_dst: the same as a rank within the group; give one. Neither: the group's first rank.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        codec: what encodes this rank's contribution.
-        device: the device to place received tensors on.
-        confirm: make every rank wait, and raise, if any contribution was missing or unreadable.
-        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-        allow: what a received pickle may name here, as in ``objcomm.configure``.
-        progress: let the group's first rank show a bar of the bytes that it receives, or sends
-            where another rank is the destination; as in ``objcomm.broadcast``.
-        async_op: return at once; the result is the work's. Buffers of tensors and arrays in
-            ``obj`` must not change before its ``wait`` returns.
+        dst: global rank of the destination.
+        group_dst: the destination as a rank within the group, instead of ``dst``. With neither,
+            the group's first rank is the destination.
+        name: name of this call; see ``objcomm.broadcast``.
+        group: process group or one-dimensional device mesh; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
+        codec: name of the codec that encodes this rank's contribution.
+        device: device on which to place received tensors.
+        confirm: make every rank wait, and raise on all if any contribution could not be encoded
+            or decoded.
+        accept: codecs this rank accepts in this call; see ``objcomm.configure``.
+        allow: what a received pickle may name in this call; see ``objcomm.configure``.
+        progress: show a progress bar on the group's first rank, of the bytes that it receives or,
+            if another rank is the destination, sends; see ``objcomm.broadcast``.
+        async_op: return a ``Work`` immediately; its ``wait`` returns the result. Do not modify
+            tensors or arrays in ``obj`` before ``wait`` returns.
 
     Returns:
-        On the destination one object per rank, in the order of group ranks; its own is the
-        identical one. ``None`` elsewhere.
+        On the destination, a list with one object per rank in the order of group ranks, where its
+        own is the same object it passed. ``None`` on other ranks.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
-        MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
-            traffic.
-        CollectiveError: some rank could not encode its object. The destination and that rank.
-        DecodeError: an object could not be rebuilt. The destination, after the traffic.
-        DesyncError: ranks are in different operations, or in calls of different names. Every rank,
-            once: where it waits, or in its next call.
-        TransportTimeout: the limit passed. Every rank that still waited.
-        TransportError: a rank died. Every rank that waited for it.
+        MissingDependencyError: ``progress`` is set and tqdm is not installed. Raised on each rank
+            without tqdm, before any traffic.
+        CollectiveError: some rank could not encode its object. Raised on that rank and on the
+            destination.
+        DecodeError: an object could not be rebuilt. Raised on the destination, after the traffic.
+        DesyncError: ranks are in different operations, or in calls with different names. Raised
+            once on every rank: where it waits, or in its next call.
+        TransportTimeout: the timeout expired. Raised on every rank that was still waiting.
+        TransportError: a rank died. Raised on every rank that was waiting for it.
 
     Examples:
         >>> import objcomm
@@ -154,37 +159,38 @@ def all_gather(
 ) -> list[T] | Work[list[T]]:
     """Collect one object from every rank onto every rank.
 
-    Every rank of ``group`` must call this. Each contribution travels at its own size.
+    Every rank of ``group`` must call this. Contributions may differ in size; none is padded.
 
     Args:
         obj: this rank's contribution.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        codec: what encodes this rank's contribution.
-        device: the device to place received tensors on.
-        confirm: wait until every rank has decoded, and raise everywhere if one could not.
-        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-        allow: what a received pickle may name here, as in ``objcomm.configure``.
-        progress: let the group's first rank show a bar of the bytes that it receives, and of its
-            own as they reach all others; as in ``objcomm.broadcast``.
-        async_op: return at once; the result is the work's. Buffers of tensors and arrays in
-            ``obj`` must not change before its ``wait`` returns.
+        name: name of this call; see ``objcomm.broadcast``.
+        group: process group or one-dimensional device mesh; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
+        codec: name of the codec that encodes this rank's contribution.
+        device: device on which to place received tensors.
+        confirm: wait until every rank has decoded, and raise on every rank if any rank failed to.
+        accept: codecs this rank accepts in this call; see ``objcomm.configure``.
+        allow: what a received pickle may name in this call; see ``objcomm.configure``.
+        progress: show a progress bar on the group's first rank, of the bytes that it receives and
+            of its own bytes that reach all others; see ``objcomm.broadcast``.
+        async_op: return a ``Work`` immediately; its ``wait`` returns the result. Do not modify
+            tensors or arrays in ``obj`` before ``wait`` returns.
 
     Returns:
-        One object per rank, in the order of group ranks; this rank's own is the identical one.
+        One object per rank, in the order of group ranks. This rank's own is the same object it
+        passed.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
-        MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
-            traffic.
-        CollectiveError: some rank could not encode its object. Every rank.
-        DecodeError: an object could not be rebuilt. That rank only; later calls work.
-        DesyncError: ranks are in different operations, or in calls of different names. Every rank,
-            once: where it waits, or in its next call.
-        TransportTimeout: the limit passed. Every rank that still waited.
-        TransportError: a rank died. Every rank that waited for it.
+        MissingDependencyError: ``progress`` is set and tqdm is not installed. Raised on each rank
+            without tqdm, before any traffic.
+        CollectiveError: some rank could not encode its object. Raised on every rank.
+        DecodeError: an object could not be rebuilt. Raised on that rank only; later calls work.
+        DesyncError: ranks are in different operations, or in calls with different names. Raised
+            once on every rank: where it waits, or in its next call.
+        TransportTimeout: the timeout expired. Raised on every rank that was still waiting.
+        TransportError: a rank died. Raised on every rank that was waiting for it.
 
     Examples:
         >>> import objcomm
@@ -211,13 +217,13 @@ def all_gather(
 def gather_in(
     call: Call, given: A, make: Callable[[A], T] | None = None
 ) -> Callable[[], list[T] | None]:
-    """``gather`` for a call that was already begun.
+    """Run ``gather`` within a call that has begun.
 
     Args:
         call: the call.
-        given: this rank's contribution, or what ``make`` makes it of.
-        make: called once; an error travels as this rank's failure. A function of the user's goes
-            through ``call.aside``.
+        given: this rank's contribution, or the argument of ``make``.
+        make: called once; returns the contribution. An error is sent as this rank's failure. It
+            must run user functions through ``call.aside``.
     """
     own: Any = given
 
@@ -241,7 +247,7 @@ def gather_in(
 
 
 def kept(place: list[T], value: T) -> T:
-    """Keep what a callback returned: its own rank gets the object itself, no copy."""
+    """Append a callback's result to ``place``, so its own rank gets the object without a copy."""
     place.append(value)
     return value
 
@@ -254,16 +260,16 @@ def decide_in(
     is_part: Callable[[Any], bool] | None = None,
     is_answer: Callable[[Any], bool] | None = None,
 ) -> Callable[[], B]:
-    """Let one rank compute something of all ranks' contributions, for all.
+    """Compute a value on one rank from all ranks' contributions, and share it with all.
 
     Args:
         call: the call.
-        produce: gives this rank's contribution; an error travels as this rank's failure.
-        decide: called on the group's first rank with all contributions in rank order, once and
-            only if every rank has one. What it raises is raised on all ranks; a
-            ``DisagreementError`` in the name of the ranks that it blames.
-        is_part: whether an object can be what another rank's ``produce`` gave.
-        is_answer: whether it can be what ``decide`` gave on the first rank.
+        produce: returns this rank's contribution; an error is sent as this rank's failure.
+        decide: called once, on the group's first rank, with all contributions in rank order, and
+            only if every rank has one. Any error it raises is raised on all ranks; a
+            ``DisagreementError`` is attributed to the ranks that it blames.
+        is_part: whether an object is a possible result of another rank's ``produce``.
+        is_answer: whether an object is a possible result of ``decide`` on the first rank.
     """
     if call.is_alone:
         return partial(call.alone, lambda: decide([produce()]))
@@ -294,16 +300,17 @@ def answered(
     decide: Callable[[list[Message]], object],
     hub: int = routes.HUB,
 ) -> Message:
-    """One rank's answer to the messages of all; every rank calls this in its traffic.
+    """Return one rank's answer to all ranks' messages; every rank calls this in its traffic.
 
     Args:
         call: the call.
-        exchange: its traffic.
+        exchange: the call's traffic.
         mine: this rank's message.
-        decide: gives the answer; called on ``hub`` with all messages in rank order, and only if
-            none of them tells of a failure. An error of it travels instead: as that rank's, or, a
-            ``DisagreementError`` or ``DifferenceError``, as that of the ranks that it blames.
-        hub: which rank; the same on all.
+        decide: returns the answer; called on ``hub`` with all messages in rank order, and only if
+            none of them reports a failure. An error is sent instead of the answer, as the failure
+            of ``hub`` or, for a ``DisagreementError`` or ``DifferenceError``, of the ranks that it
+            blames.
+        hub: the rank that decides, the same on all ranks.
     """
     messages = routes.gather(exchange, mine, hub)
     answer = None
@@ -319,7 +326,7 @@ def decode_others(
     *,
     is_part: Callable[[Any], bool] | None = None,
 ) -> list[T]:
-    """The objects of all ranks, this rank's own being the identical one."""
+    """Return all ranks' objects in rank order; this rank's own is ``own`` itself."""
     objs = []
     for rank, message in enumerate(messages):
         if rank == call.rank:
@@ -334,12 +341,13 @@ def decode_others(
 def all_gather_in(
     call: Call, obj: T, check: Callable[[T], T] | None = None
 ) -> Callable[[], list[T]]:
-    """``all_gather`` for a call that was already begun.
+    """Run ``all_gather`` within a call that has begun.
 
     Args:
         call: the call.
         obj: this rank's contribution.
-        check: returns it, or raises; an error travels as this rank's failure.
+        check: returns the contribution to send, or raises; an error is sent as this rank's
+            failure.
     """
     if call.is_alone:
         return lambda: [call.alone(lambda: obj if check is None else check(obj))]
