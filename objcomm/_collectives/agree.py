@@ -1,8 +1,8 @@
-"""What all ranks have or want: the same value, a yes of any or of all, one seed.
+"""``agree``, ``any_rank``, ``all_ranks`` and ``shared_seed``: small decisions shared by all ranks.
 
-Where two values first differ, in type or content, is told; nan is the same as nan. ``==`` will not
-do: of tensors and arrays it gives no truth value, of nan a wrong one, and ``1`` and ``True`` are
-equal to it.
+Values are compared by type and content, and the first difference is reported. Comparing with
+``==`` is not enough: it gives no single truth value for tensors and arrays, is False for nan and
+nan, and is True for ``1`` and ``True``.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _MAX_TEXT = 100
 _PROTOCOL = 5
 _NUMPY = ("numpy", "numpy.ma", "numpy.ma.core")
 
-# What an object's ``__reduce_ex__`` gives.
+# The parts of the tuple that an object's ``__reduce_ex__`` returns.
 _PARTS = ("'s class", "'s arguments", "'s state", "'s items", "'s items", "'s setter")
 _STATE = 2
 
@@ -37,23 +37,23 @@ _texts.maxother = _texts.maxstring = _texts.maxlong = _MAX_TEXT
 
 
 def difference(left: object, right: object, path: str = "value") -> tuple[str, str, str] | None:
-    """Where two values first differ.
+    """Find where two values first differ.
 
     Args:
-        left: one.
-        right: the other one.
-        path: what they are called.
+        left: one value.
+        right: the other value.
+        path: what errors call the value.
 
     Returns:
-        The path of the members that differ, such as ``value['lr']``, and each as text; None where
-        nothing differs.
+        The path of the members that differ, such as ``value['lr']``, and each of the two as text;
+        None if nothing differs.
     """
     return _Comparison().compare(left, right, path)
 
 
 class _Comparison:
     def __init__(self) -> None:
-        # By identity, for members that hold themselves; kept alive, so that no identity recurs.
+        # By identity, because members may contain themselves. Kept alive so that no id is reused.
         self._seen: dict[tuple[int, int], tuple[object, object]] = {}
 
     def compare(self, left: Any, right: Any, path: str) -> tuple[str, str, str] | None:
@@ -78,7 +78,7 @@ class _Comparison:
         elif type(left).__module__ in _NUMPY and hasattr(left, "shape"):
             found = self._compare_arrays(left, right, path)
         elif isinstance(left, float | complex):
-            # As text nan is equal to nan, and added to 0 there is no negative zero.
+            # The text of nan equals that of nan; adding 0 turns negative zero into zero.
             found = _unless(repr(left + 0) == repr(right + 0), left, right, path)
         elif isinstance(left, Mapping):
             found = self._compare_mappings(left, right, path)
@@ -94,7 +94,7 @@ class _Comparison:
         return found
 
     def _compare_arrays(self, left: Any, right: Any, path: str) -> tuple[str, str, str] | None:
-        if hasattr(left, "mask"):  # what is masked may be anything
+        if hasattr(left, "mask"):  # values under the mask do not matter
             mine, theirs = ((each.mask, each.filled(0)) for each in (left, right))
             return self.compare(mine, theirs, path)
         is_alike = left.dtype == right.dtype and left.shape == right.shape
@@ -137,10 +137,10 @@ class _Comparison:
         has_equality = "__eq__" in _attributes_of(type(left))
         if has_equality and (left == right) is True:
             return None
-        # What pickle would save is all that an object holds; it also finds nan beside nan.
+            # Pickle saves all that an object holds. Comparing that also treats nan as equal to nan.
         try:
             mine, theirs = _reduced(left), _reduced(right)
-        except TypeError:  # it can't be taken apart, and is another object
+        except TypeError:  # pickle cannot save it, and it is not the same object
             return _unless(is_same=False, left=left, right=right, path=path)
         if isinstance(mine, str) or len(mine) != len(theirs):
             return _unless(mine == theirs, left, right, path)
@@ -150,19 +150,19 @@ class _Comparison:
 
 
 def _reduced(obj: Any) -> Any:
-    """What pickle would save; an exception's ``__dict__`` is there once it was looked at."""
+    """Return what pickle would save, whether or not an exception's ``__dict__`` exists yet."""
     reduced = obj.__reduce_ex__(_PROTOCOL)
     return reduced[:_STATE] if reduced[_STATE:] == ({},) else reduced
 
 
 def _are_same_classes(left: type, right: type) -> bool:
-    """Also of one name: a class that travels by value arrives as another one."""
+    """Compare classes by name, too: a class that is sent by value arrives as another class."""
     names = [(each.__module__, each.__qualname__) for each in (left, right)]
     return left is right or names[0] == names[1]
 
 
 def _attributes_of(cls: type) -> set[str]:
-    """All that a class and its bases define, ``object`` left out."""
+    """Return all names that a class and its bases define, except those of ``object``."""
     return {name for base in cls.__mro__[:-1] for name in vars(base)}
 
 
@@ -193,13 +193,13 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.dequantize()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
-    # Floats of one byte can't be compared.
+    # One-byte floats cannot be compared.
     return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
 def _are_equal(left: Any, right: Any) -> bool:
-    """Element by element; nan is the same as nan."""
-    are_nan = (left != left) & (right != right)  # noqa: PLR0124  # true of nan alone
+    """Compare element by element; nan is the same as nan."""
+    are_nan = (left != left) & (right != right)  # noqa: PLR0124  # True only for nan
     return bool(((left == right) | are_nan).all())
 
 
@@ -214,18 +214,18 @@ def _with_type(value: object) -> str:
 
 
 def text(value: object) -> str:
-    """A value in a few words; never raises."""
+    """Describe a value in a few words; never raises."""
     if isinstance(value, torch.Tensor) and value.numel() > 1:
         return f"a tensor of {value.dtype} {tuple(value.shape)}"
     try:
         return " ".join(_texts.repr(value).split())[: 2 * _MAX_TEXT]
-    except BaseException as error:  # noqa: BLE001  # a user's __repr__ may even exit
+    except BaseException as error:  # noqa: BLE001  # a user's __repr__ may even call exit
         return f"a {name_of(type(value))} ({text_of(error)})"
 
 
 T = TypeVar("T")
 
-_SEED_BITS = 32  # numpy.random.seed takes no more
+_SEED_BITS = 32  # the maximum of numpy.random.seed
 
 
 def _is_flag(plain: object) -> bool:
@@ -252,30 +252,30 @@ def agree(
 ) -> T:
     """Make sure that every rank has the same value.
 
-    Every rank of ``group`` must call this. Values are the same if their types are and their content
-    is: nan is the same as nan, ``1`` is neither ``1.0`` nor ``True``, and the order of a dict's
-    keys does not count. Tensors and arrays are compared by dtype, shape and elements, wherever
-    they lie, and objects without an ``==`` of their own by what pickle would save of them. Values
-    that are encoded alike are not sent at all, only their digests.
+    Every rank of ``group`` must call this. Values are the same if they have the same type and
+    content. nan is the same as nan, ``1`` differs from ``1.0`` and ``True``, and the order of a
+    dict's keys does not matter. Tensors and arrays are compared by dtype, shape and elements, on
+    any device. Objects whose class does not define ``==`` are compared by what pickle would save.
+    Only digests are sent, unless they differ between ranks.
 
     Args:
-        value: anything that can be encoded.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        codec: what encodes the values.
-        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-        allow: what a received pickle may name here, as in ``objcomm.configure``.
+        value: any object that can be encoded.
+        name: name of this call; see ``objcomm.broadcast``.
+        group: process group or one-dimensional device mesh; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
+        codec: name of the codec that encodes the values.
+        accept: codecs this rank accepts in this call; see ``objcomm.configure``.
+        allow: what a received pickle may name in this call; see ``objcomm.configure``.
 
     Returns:
-        ``value``, the identical object.
+        ``value`` itself.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        CollectiveError: values differ, or one could not be encoded, decoded or compared. Every
-            rank. ``failures`` has each rank whose value is not the one that most ranks have, with
-            the place where it differs and who has what there.
-        ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
+        CollectiveError: values differ, or one could not be encoded, decoded or compared. Raised on
+            every rank. ``failures`` has an entry for each rank whose value is not the most common
+            one, with the place where it differs and the two values there.
+        ObjcommError: any other error of ``objcomm.all_gather``, on the same ranks.
 
     Examples:
         >>> import objcomm
@@ -295,7 +295,7 @@ def agree(
         )
         if rest():
             return value
-    # Equal values may have other bytes, such as dicts whose keys came in another order.
+    # Equal values may be encoded differently, such as dicts with keys in another order.
     with begin(timeout=deadline.seconds_left, must_agree="values") as call:
         decide_in(call, lambda: value, _same_on_all)()
     return value
@@ -309,7 +309,7 @@ def _same_on_all(values: list[object]) -> None:
     """Compare every rank's value.
 
     Raises:
-        DisagreementError: they are not all the same.
+        DisagreementError: some values differ.
     """
     kinds: list[list[int]] = []  # ranks with the same value
     for rank, value in enumerate(values):
@@ -319,7 +319,7 @@ def _same_on_all(values: list[object]) -> None:
                 break
         else:
             kinds.append([rank])
-    most = max(kinds, key=len)  # of several the first
+    most = max(kinds, key=len)  # the first, if several are equally common
     reasons = {}
     for ranks in kinds:
         found = difference(values[ranks[0]], values[most[0]])
@@ -334,23 +334,24 @@ def _same_on_all(values: list[object]) -> None:
 def any_rank(
     flag: object, *, name: str = "", group: GroupLike = None, timeout: Timeout = None
 ) -> bool:
-    """Whether the flag is true on at least one rank.
+    """Return whether the flag is true on at least one rank.
 
     Every rank of ``group`` must call this.
 
     Args:
-        flag: a bool, or anything that has a truth value.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
+        flag: a bool, or any object with a truth value.
+        name: name of this call; see ``objcomm.broadcast``.
+        group: process group or one-dimensional device mesh; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
 
     Returns:
         True or False, the same on every rank.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        CollectiveError: a flag has no truth value, such as a tensor of two elements. Every rank.
-        ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
+        CollectiveError: a flag has no truth value, such as a tensor of two elements. Raised on
+            every rank.
+        ObjcommError: any other error of ``objcomm.all_gather``, on the same ranks.
 
     Examples:
         >>> import objcomm
@@ -365,23 +366,24 @@ def any_rank(
 def all_ranks(
     flag: object, *, name: str = "", group: GroupLike = None, timeout: Timeout = None
 ) -> bool:
-    """Whether the flag is true on every rank.
+    """Return whether the flag is true on every rank.
 
     Every rank of ``group`` must call this.
 
     Args:
-        flag: a bool, or anything that has a truth value.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
+        flag: a bool, or any object with a truth value.
+        name: name of this call; see ``objcomm.broadcast``.
+        group: process group or one-dimensional device mesh; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
 
     Returns:
         True or False, the same on every rank.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        CollectiveError: a flag has no truth value, such as a tensor of two elements. Every rank.
-        ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
+        CollectiveError: a flag has no truth value, such as a tensor of two elements. Raised on
+            every rank.
+        ObjcommError: any other error of ``objcomm.all_gather``, on the same ranks.
 
     Examples:
         >>> import objcomm
@@ -396,24 +398,24 @@ def all_ranks(
 
 
 def shared_seed(*, name: str = "", group: GroupLike = None, timeout: Timeout = None) -> int:
-    """A fresh random seed that is the same on every rank.
+    """Return a fresh random seed that is the same on every rank.
 
-    Every rank of ``group`` must call this. The group's first rank asks the operating system for
-    it, so no generator of this program is read or changed, and no seed of this program's makes
-    it come again.
+    Every rank of ``group`` must call this. The group's first rank gets the seed from the operating
+    system, so the call neither reads nor changes the program's random generators, and seeding them
+    does not make it repeat.
 
     Args:
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
+        name: name of this call; see ``objcomm.broadcast``.
+        group: process group or one-dimensional device mesh; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
 
     Returns:
-        From 0 to 2**32 - 1, which ``torch.manual_seed``, ``random.seed`` and ``numpy.random.seed``
-        take.
+        An int from 0 to 2**32 - 1, which ``torch.manual_seed``, ``random.seed`` and
+        ``numpy.random.seed`` accept.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        ObjcommError: whatever ``objcomm.all_gather`` raises, on the same ranks.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
+        ObjcommError: any error of ``objcomm.all_gather``, on the same ranks.
 
     Examples:
         >>> import objcomm

@@ -1,4 +1,4 @@
-"""Something else for each rank: from one, from every rank, or from every rank and combined."""
+"""``scatter``, ``all_to_all`` and ``reduce_scatter``: each rank receives different objects."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
@@ -55,44 +55,45 @@ def scatter(
     progress: bool = False,
     async_op: bool = False,
 ) -> T | Work[T]:
-    """Give each rank one object of the source's.
+    """Give each rank one of the source's objects.
 
-    Every rank of ``group`` must call this. Each object travels to its own rank only, at its own
-    size.
+    Every rank of ``group`` must call this. Each object is sent only to its own rank. Objects may
+    differ in size; none is padded.
 
     Args:
-        objs: on the source one object per rank, in the order of group ranks: a list, a generator,
-            or any other iterable but a text, a set or a mapping; elsewhere ignored.
+        objs: on the source, one object per rank in the order of group ranks: a list, a generator
+            or any other iterable except a string, a set or a mapping. Ignored on other ranks.
         src: global rank of the source.
-        group_src: the same as a rank within the group; give one. Neither: the group's first rank.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        codec: what encodes the objects on the source.
-        device: the device to place received tensors on.
-        confirm: wait until every rank has decoded, and raise everywhere if one could not.
-        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-        allow: what a received pickle may name here, as in ``objcomm.configure``.
-        progress: let the group's first rank show a bar of the bytes that it sends, or receives
-            where another rank is the source; as in ``objcomm.broadcast``.
-        async_op: return at once; the result is the work's. Buffers of tensors and arrays in
-            ``objs`` must not change before its ``wait`` returns.
+        group_src: the source as a rank within the group, instead of ``src``. With neither, the
+            group's first rank is the source.
+        name: name of this call; see ``objcomm.broadcast``.
+        group: process group or one-dimensional device mesh; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
+        codec: name of the codec that encodes the objects on the source.
+        device: device on which to place received tensors.
+        confirm: wait until every rank has decoded, and raise on every rank if any rank failed to.
+        accept: codecs this rank accepts in this call; see ``objcomm.configure``.
+        allow: what a received pickle may name in this call; see ``objcomm.configure``.
+        progress: show a progress bar on the group's first rank, of the bytes that it sends or, if
+            another rank is the source, receives; see ``objcomm.broadcast``.
+        async_op: return a ``Work`` immediately; its ``wait`` returns the result. Do not modify
+            tensors or arrays in ``objs`` before ``wait`` returns.
 
     Returns:
-        This rank's object. On the source the identical one, elsewhere an independent copy.
+        This rank's object: the same object on the source, an independent copy on every other rank.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
-        MissingDependencyError: ``progress`` without tqdm. Every rank that lacks it, before any
-            traffic.
-        CollectiveError: the source gave another number of objects, or could not encode one.
-            Every rank. In a group of one a wrong number is a UsageError.
-        DecodeError: the object could not be rebuilt. That rank only; later calls work.
-        DesyncError: ranks are in different operations, or in calls of different names. Every rank,
-            once: where it waits, or in its next call.
-        TransportTimeout: the limit passed. Every rank that still waited.
-        TransportError: a rank died. Every rank that waited for it.
+        MissingDependencyError: ``progress`` is set and tqdm is not installed. Raised on each rank
+            without tqdm, before any traffic.
+        CollectiveError: the source passed the wrong number of objects, or could not encode one.
+            Raised on every rank. In a group of one, a wrong number raises UsageError instead.
+        DecodeError: the object could not be rebuilt. Raised on that rank only; later calls work.
+        DesyncError: ranks are in different operations, or in calls with different names. Raised
+            once on every rank: where it waits, or in its next call.
+        TransportTimeout: the timeout expired. Raised on every rank that was still waiting.
+        TransportError: a rank died. Raised on every rank that was waiting for it.
 
     Examples:
         >>> import objcomm
@@ -120,11 +121,12 @@ def scatter(
 
 
 def scatter_in(call: Call, produce: Callable[[], Iterable[T] | None]) -> Callable[[], T]:
-    """``scatter`` for a call that was already begun, as ``broadcast_in`` is.
+    """Run ``scatter`` within a call that has begun; see ``broadcast_in``.
 
     Args:
         call: the call.
-        produce: gives one object per rank on the source; an error travels as that rank's failure.
+        produce: returns one object per rank, on the source; an error is sent as the source's
+            failure.
     """
     if call.is_alone:
         return lambda: _alone(call, produce)
@@ -160,38 +162,39 @@ def all_to_all(
     allow: Iterable[Allowed] | None = None,
     async_op: bool = False,
 ) -> list[T] | Work[list[T]]:
-    """Give each rank one object of every rank's.
+    """Send one object from every rank to every rank.
 
-    Every rank of ``group`` must call this. Each object travels to its own rank only, at its own
-    size, and large ones only after every rank has encoded all of its own.
+    Every rank of ``group`` must call this. Each object is sent only to its own rank. Objects may
+    differ in size; none is padded. Large ones are sent only after every rank has encoded all of
+    its objects.
 
     Args:
         objs: one object per rank, in the order of group ranks: any iterable, as in ``scatter``.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        codec: what encodes this rank's objects.
-        device: the device to place received tensors on.
-        confirm: wait until every rank has decoded, and raise everywhere if one could not.
-        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-        allow: what a received pickle may name here, as in ``objcomm.configure``.
-        async_op: return at once; the result is the work's. Buffers of tensors and arrays in
-            ``objs`` must not change before its ``wait`` returns.
+        name: name of this call; see ``objcomm.broadcast``.
+        group: process group or one-dimensional device mesh; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
+        codec: name of the codec that encodes this rank's objects.
+        device: device on which to place received tensors.
+        confirm: wait until every rank has decoded, and raise on every rank if any rank failed to.
+        accept: codecs this rank accepts in this call; see ``objcomm.configure``.
+        allow: what a received pickle may name in this call; see ``objcomm.configure``.
+        async_op: return a ``Work`` immediately; its ``wait`` returns the result. Do not modify
+            tensors or arrays in ``objs`` before ``wait`` returns.
 
     Returns:
-        What each rank gave for this one, in the order of group ranks. From this rank itself that is
-        the identical object, from the others an independent copy.
+        The object from each rank for this rank, in the order of group ranks. This rank's own is
+        the same object it passed; the others are independent copies.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
-        CollectiveError: a rank gave another number of objects, or could not encode one. Every
-            rank.
-        DecodeError: an object could not be rebuilt. That rank only; later calls work.
-        DesyncError: ranks are in different operations, or in calls of different names. Every rank,
-            once: where it waits, or in its next call.
-        TransportTimeout: the limit passed. Every rank that still waited.
-        TransportError: a rank died. Every rank that waited for it.
+        CollectiveError: a rank passed the wrong number of objects, or could not encode one. Raised
+            on every rank.
+        DecodeError: an object could not be rebuilt. Raised on that rank only; later calls work.
+        DesyncError: ranks are in different operations, or in calls with different names. Raised
+            once on every rank: where it waits, or in its next call.
+        TransportTimeout: the timeout expired. Raised on every rank that was still waiting.
+        TransportError: a rank died. Raised on every rank that was waiting for it.
 
     Examples:
         >>> import objcomm
@@ -262,42 +265,42 @@ def reduce_scatter(
     allow: Iterable[Allowed] | None = None,
     async_op: bool = False,
 ) -> T | float | Work[Any]:
-    """Combine what all ranks give for one rank, in rank order, onto that rank; for each rank.
+    """Combine, for each rank, the operands that all ranks pass for it, in rank order.
 
-    Every rank of ``group`` must call this, with the same operator. Each rank combines what is its
-    own, so the work is spread over all of them. At the end the ranks tell each other whether they
-    could, which costs a second round of small messages.
+    Every rank of ``group`` must call this, with the same operator. Each rank combines its own
+    operands, so the work is spread over all ranks. The ranks then report to each other whether
+    they succeeded, which costs a second round of small messages.
 
     Args:
-        objs: one operand per rank, in the order of group ranks, as in ``scatter``; none is changed,
-            even where ``op`` changes its arguments.
-        op: as in ``reduce``; but the named ones that go leaf by leaf there take numbers, tensors or
-            arrays here, and no containers of them.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        codec: what encodes operands.
-        device: the device to place received operands on, and so the result.
-        confirm: changes nothing here, for errors reach all ranks in any case.
-        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-        allow: what a received pickle may name here, as in ``objcomm.configure``.
-        async_op: return at once; the result is the work's. Buffers of tensors and arrays in
-            ``objs`` must not change before its ``wait`` returns, and ``op`` is called on another
+        objs: one operand per rank, in the order of group ranks, as in ``scatter``. None of them is
+            modified, even if ``op`` modifies its arguments.
+        op: as in ``reduce``, except that the named operators that ``reduce`` applies leaf by leaf
+            accept only numbers, tensors or arrays here, not containers of them.
+        name: name of this call; see ``objcomm.broadcast``.
+        group: process group or one-dimensional device mesh; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
+        codec: name of the codec that encodes operands.
+        device: device on which to place received operands, and so the result.
+        confirm: has no effect, because errors reach all ranks in any case.
+        accept: codecs this rank accepts in this call; see ``objcomm.configure``.
+        allow: what a received pickle may name in this call; see ``objcomm.configure``.
+        async_op: return a ``Work`` immediately; its ``wait`` returns the result. Do not modify
+            tensors or arrays in ``objs`` before ``wait`` returns. ``op`` is called on another
             thread.
 
     Returns:
-        On rank i of the group the combination of what every rank has at place i of its ``objs``.
-        In a world of one a callable is not called and the object itself comes back.
+        On rank i of the group, the combination of every rank's ``objs[i]``. In a world of one, a
+        callable ``op`` is not called and the object itself is returned.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
-        CollectiveError: a rank gave another number of objects, an operand could not be encoded or
-            decoded, or ``op`` raised on some rank. Every rank.
-        DesyncError: another rank is in another operation, or gave another name or another named
+        CollectiveError: a rank passed the wrong number of objects, an operand could not be encoded
+            or decoded, or ``op`` raised on some rank. Raised on every rank.
+        DesyncError: another rank is in another operation, or passed another name or another named
             operator.
-        TransportTimeout: the limit passed. Every rank that still waited.
-        TransportError: a rank died. Every rank that waited for it.
+        TransportTimeout: the timeout expired. Raised on every rank that was still waiting.
+        TransportError: a rank died. Raised on every rank that was waiting for it.
 
     Examples:
         >>> import objcomm
@@ -341,51 +344,52 @@ def _reduce_scatter(call: Call, operator: Operator, objs: Iterable[Any]) -> Call
 
 
 def _folded(call: Call, operator: Operator, arrived: Sequence[Message], own: Any) -> Any:
-    """This rank's operands combined; an error becomes this rank's failure."""
+    """Combine this rank's operands; an error becomes this rank's failure."""
     operands = (
         own if peer == call.rank else call.decode(message) for peer, message in enumerate(arrived)
     )
     try:
         return operator.present(operator.fold(operands, call.size))
-    except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
+    except BaseException as error:  # noqa: BLE001  # sent to the others, and raised afterwards
         call.failure(error)
         return None
 
 
 def _alone(call: Call, produce: Callable[[], Iterable[T] | None]) -> T:
-    """The one object of a world of one, where a wrong number of them can be nobody else's fault."""
+    """Return the only object in a world of one, where a wrong number of objects is a UsageError."""
     objs = call.alone(produce)
     return _checked(call, objs, call.alone(lambda: _members(call, objs)))[0]
 
 
 def one_each(call: Call, objs: Iterable[T] | None) -> list[T]:
-    """What a caller gave for all ranks.
+    """Return the objects that a caller passed for all ranks.
 
     Raises:
-        UsageError: it is not one object for each.
+        UsageError: there is not exactly one object for each rank.
     """
     return _checked(call, objs, _members(call, objs))
 
 
 def _members(call: Call, objs: Iterable[T] | None) -> list[T] | None:
-    """What an iterable gives, which may have no end; None for what is none, or has no order.
+    """List the members of an iterable, which may be endless, up to one more than there are ranks.
 
-    Of a text or a mapping nobody wants the letters or the keys.
+    Returns None for an object that is not iterable or has no order, and for strings and mappings,
+    whose characters or keys nobody means to send.
     """
     if isinstance(objs, str | set | frozenset | Mapping):
         return None
     try:
-        each = iter(objs)  # type: ignore[arg-type]  # that is the question
+        each = iter(objs)  # type: ignore[arg-type]  # tested here
     except TypeError:
         return None
     return list(itertools.islice(each, call.size + 1))
 
 
 def _checked(call: Call, objs: object, members: list[T] | None) -> list[T]:
-    """Hold them against the number of ranks.
+    """Return ``members`` if there are as many as ranks.
 
     Raises:
-        UsageError: there are not as many.
+        UsageError: the number differs.
     """
     if members is not None and len(members) == call.size:
         return members
@@ -405,13 +409,14 @@ def _encode_each(
     own: list[Any],
     operator: Operator | None = None,
 ) -> list[Message]:
-    """A message for each rank; where one can't be made all say why.
+    """Build a message for each rank; if one fails, send the failure to all ranks.
 
     Args:
-        call: whose.
-        produce: gives one object for each rank.
-        own: gets this rank's, which stays here: as the object itself, or as a copy to combine.
-        operator: prepares each, if they are to be combined.
+        call: the call.
+        produce: returns one object for each rank.
+        own: receives this rank's object, which is not sent: the object itself, or a copy to
+            combine.
+        operator: prepares each object, if they are to be combined.
     """
     messages = []
     try:
@@ -427,8 +432,8 @@ def _encode_each(
                 return [message] * call.size
             messages.append(message)
             if peer == call.rank:
-                # An operator may change it, and from now on the caller what was passed in.
+                # The operator may modify this object, and the caller may modify what it passed in.
                 own.append(obj if operator is None else call.copy(prepared))
-    except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
+    except BaseException as error:  # noqa: BLE001  # sent to the others, and raised afterwards
         return [call.failure(error)] * call.size
     return messages
