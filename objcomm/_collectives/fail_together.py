@@ -1,4 +1,4 @@
-"""``fail_together``: an error on one rank reaches the others wherever they wait."""
+"""``fail_together``: an error on one rank reaches the other ranks wherever they wait."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,28 +16,31 @@ from objcomm.errors import CollectiveError
 
 
 class fail_together:  # noqa: N801  # used as a function, like contextlib's
-    """A block that every rank leaves normally, or every rank leaves by an error.
+    """A block that either all ranks leave normally, or all ranks leave with an error.
 
-    Every rank of ``group`` must enter it, in the same order as its other calls. An exception that
-    escapes from the block on one rank is raised on all: also on ranks that wait in another
-    operation, of this group or of another, and on those that wait for a third rank. At its end the
-    ranks meet. A rank that computes hears of a failure in its next call, or at the end.
+    Every rank of ``group`` must enter the block, in the same order as its other calls. If an
+    exception escapes from the block on one rank, all ranks raise, including those waiting in
+    another operation, of this group or another, and those waiting for a third rank. A rank that
+    is computing raises in its next call, or at the end of the block, where all ranks meet.
 
-    No other library has this (see https://github.com/pytorch/pytorch/issues/122529). What waits in
-    a collective of torch's own, or in an NCCL kernel, is not reached before that ends.
+    No other library has this (see https://github.com/pytorch/pytorch/issues/122529). A rank that
+    waits in one of torch's own collectives or in an NCCL kernel is not interrupted; it raises once
+    that wait ends.
 
     Args:
-        name: of this block, as that of a call in ``objcomm.broadcast``.
-        group: who takes part: a process group, a one-dimensional device mesh, None for the world.
-        timeout: for the first use of the group and for the meeting at the end: seconds or
-            timedelta; the group's own if None.
+        name: name of this block; see ``objcomm.broadcast``.
+        group: process group or one-dimensional device mesh; None means the world.
+        timeout: limit for the first use of the group and for the meeting at the end, in seconds or
+            as a timedelta; None uses the group's timeout.
 
     Raises:
-        CollectiveError: the block failed on some rank. Every rank, within 2 s where it waits; from
-            its own exception where it has one. A KeyboardInterrupt or SystemExit is raised itself
-            on its own rank. Afterwards the group, and every group of its members, works.
-        TransportTimeout: some ranks did not come to the end in time. Every rank that waited.
-        ObjcommError: whatever else ``objcomm.barrier`` raises, on the same ranks.
+        CollectiveError: the block failed on some rank. Raised on every rank, within 2 s on a rank
+            that is waiting, and chained to the rank's own exception if it has one. A rank whose
+            own exception is KeyboardInterrupt or SystemExit raises that exception itself.
+            Afterwards the group, and every group made of its members, still works.
+        TransportTimeout: some ranks did not reach the end in time. Raised on every rank that was
+            waiting.
+        ObjcommError: any other error of ``objcomm.barrier``, on the same ranks.
 
     Examples:
         >>> import objcomm
@@ -71,7 +74,7 @@ class fail_together:  # noqa: N801  # used as a function, like contextlib's
 def failing_together(
     operation: Operation, group: GroupLike, timeout: Timeout, *, name: str = ""
 ) -> Iterator[None]:
-    """The same for a block that is part of ``operation``, which errors show."""
+    """A block like ``fail_together`` within ``operation``, which its errors name."""
     block = _Block(operation, name, group, timeout)
     try:
         yield
@@ -82,7 +85,7 @@ def failing_together(
 
 
 class _Block:
-    """One entry into such a block on this rank; ``operation`` is what the user has called."""
+    """One entry into the block on this rank, for ``operation``, which the user called."""
 
     def __init__(
         self, operation: Operation, name: str, group_like: GroupLike, timeout: Timeout
@@ -98,49 +101,49 @@ class _Block:
             with self._call("begin") as call:
                 self._key = call.place
         except CollectiveError:
-            # Nobody waits for anybody at the beginning: another rank may have failed inside.
+            # The beginning does not synchronize ranks: another may already have failed inside.
             told = self._verdict
             if told is not None and told.block and told.block not in regions.get():
                 self._absolve_groups(told)
             raise
         if not self._key:
-            return  # in a group of one nobody else fails
+            return  # no other rank can fail in a group of one
         told = self._enter()
         if told is not None:
             self._absolve_groups(told)
             raise told.error(self._called)
         regions.set((*regions.get(), self._key))
 
-    # The block outlives a mesh whose end all ranks outlive, so each step asks for the one that is
-    # in use by then. Each has returned before an error is raised, whose traceback would hold it.
+    # The mesh may be replaced while the block is open, so each step looks up the current one. Each
+    # returns before an error is raised, because the error's traceback would keep the mesh alive.
 
     def _enter(self) -> Verdict | None:
-        """Be in the block, unless another rank has failed in it and this one has heard."""
+        """Enter the block, or return the verdict if this rank already knows that it failed."""
         mesh = self._group.mesh
         return None if mesh is None else mesh.enter(self._key)
 
     def _leave(self) -> None:
-        """Be in the block no more."""
+        """Leave the block."""
         mesh = self._group.mesh
         if mesh is not None:
             mesh.end_block(self._key)
-        # Not by a token: generators leave blocks in any order, and in other contexts.
+        # No token: generators leave blocks in any order, and in other contexts.
         regions.set(tuple(each for each in regions.get() if each != self._key))
 
     def _tell(self, verdict: Verdict) -> Verdict:
-        """Tell all ranks in the block that this one failed; returns what all raise."""
+        """Report this rank's failure to all ranks in the block; return the error all will raise."""
         mesh = self._group.mesh
         return verdict if mesh is None else mesh.fail(self._key, verdict)
 
     @property
     def _verdict(self) -> Verdict | None:
-        """What has ended the connections of all ranks, if anything has."""
+        """The verdict that ended the connections of all ranks, if any."""
         mesh = self._group.mesh
         return None if mesh is None else mesh.verdict
 
     @property
     def _failure(self) -> Verdict | None:
-        """What some rank has told of this block, where its mesh has been replaced since."""
+        """The verdict posted for this block, if the mesh it was entered in has been replaced."""
         mesh = self._group.mesh
         is_same = mesh is None or (mesh.verdict is None and self._key.startswith(mesh.nonce))
         return None if mesh is None or is_same else mesh.failed(self._key)
@@ -152,13 +155,13 @@ class _Block:
             group=self._group_like,
             timeout=self._timeout,
             must_agree=part,
-            # Nobody waits in the begin: what a rank has yet to hear of it hears inside, with those
-            # that have entered before.
+            # No rank waits in the begin call. A failure not yet raised on this rank is raised
+            # inside the block, where the ranks that entered earlier raise it.
             raises_later=part == "begin",
         )
 
     def end(self, error: BaseException | None) -> None:
-        """Meet the other ranks, or tell them of this rank's error."""
+        """Meet the other ranks, or report this rank's error to them."""
         try:
             if error is not None:
                 self._fail(error)
@@ -169,7 +172,7 @@ class _Block:
 
     def _meet(self) -> None:
         told = self._failure
-        if told is not None:  # the block has caught what this rank was told
+        if told is not None:  # the block caught the error that said so
             self._end_groups(told)
             raise told.error(self._called)
         try:
@@ -187,7 +190,7 @@ class _Block:
             raise_together(self._called, {0: failure}, error, 0)
             return
         if self._group.is_broken:
-            return  # the others have been told what broke it
+            return  # the other ranks know what broke it
         verdict = self._tell(
             Verdict.of(Cause.FAILED, failures=(failure,), operation=self._called, block=self._key)
         )
@@ -197,7 +200,7 @@ class _Block:
             raise on_rank(self._group.rank, verdict.error(self._called)) from error
 
     def _end_groups(self, verdict: Verdict | None) -> None:
-        """Begin anew wherever no other ranks are joined: each of these leaves this block."""
+        """Leave the block and reset every group that connects only ranks of this block."""
         mesh = self._group.mesh
         if mesh is not None:
             mesh.leave(self._key)

@@ -1,7 +1,7 @@
-"""Process groups made of the ranks of one: by colour, as a copy, by host, from a list.
+"""Process groups made from the ranks of another: by color, as a copy, by host, from a list.
 
-Which ranks form a group is agreed over the wire, and so is whether they have that group already:
-what one rank remembers and another does not would leave one waiting for the other.
+Ranks agree over the wire on who is in a new group, and on whether all members already have that
+group. If one rank remembered a group that another had forgotten, one would wait for the other.
 """
 
 import collections
@@ -42,31 +42,31 @@ from objcomm._world import (
 )
 from objcomm.errors import CollectiveError, DecodeError, RankFailure, UsageError, ranges_text
 
-#: Ranks of the parent, in the order of the group that they form.
+#: Ranks within the parent, in the order of the new group.
 Members: TypeAlias = tuple[int, ...]
 
-# All that travels here is plain data, and taken by ranks that refuse pickles, or all but pickles.
+# Only plain data is sent here. Ranks decode it whether they refuse pickles or accept only pickles.
 _CODEC = "msgpack"
 _call = functools.partial(Call, codec=_CODEC, accept=(_CODEC,))
 
-# How far torch may exceed its limit before we give up on it; its own error is more informative.
+# torch exceeds its limit; wait this much longer, because its own error is more informative.
 _LONGER = 1.2
 
-# A name is the same on all members and says for whom it is; only objcomm makes names like it.
+# A name is the same on all members and identifies them; only objcomm creates names of this form.
 _NAME = "objcomm/{members:016x}/{fresh}"
 
 
 class _Word(NamedTuple):
-    """What one rank tells the others."""
+    """What one rank sends to the others."""
 
     color: int | str | None
     key: int
-    fresh: str  # what the name of a new group ends in, if this rank is the first of its members
-    names: list[str]  # of the groups that this rank has already
+    fresh: str  # the end of a new group's name, if this rank is its first member
+    names: list[str]  # of the groups that this rank already has
 
 
 class _Children:
-    """The groups that were made of each group, on this rank; holds none of them alive."""
+    """The groups made from each group on this rank; keeps none of them alive."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -75,7 +75,7 @@ class _Children:
         )
 
     def living(self, parent: Any) -> "dict[Members, dist.ProcessGroup]":
-        """Those that were not destroyed; what was is forgotten."""
+        """Return those that still exist, and forget the destroyed ones."""
         with self._lock:
             found = self._of.get(parent, {})
             strong: dict[Members, Any] = {each: found[each]() for each in found}
@@ -103,33 +103,34 @@ def split(
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> "dist.ProcessGroup":
-    """Divide a group: ranks that give the same colour form a new group.
+    """Split a group: ranks that pass the same color form a new group.
 
-    Every rank of ``group`` must call this, and no other: several groups may be divided at once.
-    The new group has the backend and the time limit of ``group``, and connections of its own. The
-    same division of the same group gives the same object again, for as long as no member has
-    destroyed it.
+    Every rank of ``group`` must call this; other ranks must not. Several groups may be split at
+    the same time. A new group has the backend and timeout of ``group``, and its own connections.
+    Repeating a split of the same group returns the same object, until a member destroys it.
 
     Args:
-        color: an int or a text, of one type on all ranks; None or a negative int on a rank that
-            shall be in no group.
-        key: an int; ranks are ordered by it, and by their rank in ``group`` where it is equal.
+        color: an int or a string, of the same type on all ranks. None or a negative int leaves
+            this rank out of all new groups.
+        key: an int that orders the ranks; ranks with equal keys keep their order in ``group``.
             None is 0.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: what to divide: a process group, a one-dimensional device mesh, None for the world.
-        timeout: seconds or timedelta; the group's own if None.
+            None is 0.
+        name: name of this call; see ``objcomm.broadcast``.
+        group: the group to split: process group or one-dimensional device mesh; None means the
+            world.
+        timeout: seconds or timedelta; None uses the group's timeout.
 
     Returns:
-        A ``torch.distributed.ProcessGroup``, which torch's functions take too. On a rank without
-        a colour ``dist.GroupMember.NON_GROUP_MEMBER``, which every call of objcomm refuses with
-        NotInGroupError. Without torch.distributed None: a world of one.
+        A ``torch.distributed.ProcessGroup``, which torch's functions also accept. A rank without a
+        color gets ``dist.GroupMember.NON_GROUP_MEMBER``; every call of objcomm rejects it with
+        NotInGroupError. Without torch.distributed, None, which means a world of one.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
-        CollectiveError: colours of two types, or some rank could not connect. Every rank; no
-            rank has the new group then.
-        ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
+        CollectiveError: colors have different types, or some rank could not connect. Raised on
+            every rank; no rank has the new group then.
+        ObjcommError: any other error of ``objcomm.all_gather``, on the same ranks.
 
     Examples:
         >>> import objcomm
@@ -144,26 +145,27 @@ def split(
 
 
 def dup(*, name: str = "", group: GroupLike = None, timeout: Timeout = None) -> "dist.ProcessGroup":
-    """Make another group of the same ranks, with connections of its own.
+    """Create another group of the same ranks, with its own connections.
 
-    Every rank of ``group`` must call this. What is sent in one group cannot meet what is sent in
-    the other: a library can talk in a copy of the group that its user passed in. Each call makes a
-    new group; ``dist.destroy_process_group`` ends it.
+    Every rank of ``group`` must call this. Messages in one group never match those in the other,
+    so a library can communicate in a copy of the group that its user passed in. Each call creates
+    a new group; ``dist.destroy_process_group`` destroys it.
 
     Args:
-        name: of this call, as in ``objcomm.broadcast``.
-        group: what to copy; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
+        name: name of this call; see ``objcomm.broadcast``.
+        group: the group to copy; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
 
     Returns:
         A ``torch.distributed.ProcessGroup`` with the ranks of ``group`` in the same order. Without
-        torch.distributed None: a world of one.
+        torch.distributed, None, which means a world of one.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
-        CollectiveError: some rank could not connect. Every rank; no rank has the new group then.
-        ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
+        CollectiveError: some rank could not connect. Raised on every rank; no rank has the new
+            group then.
+        ObjcommError: any other error of ``objcomm.all_gather``, on the same ranks.
 
     Examples:
         >>> import objcomm
@@ -179,27 +181,28 @@ def dup(*, name: str = "", group: GroupLike = None, timeout: Timeout = None) -> 
 def node_group(
     *, name: str = "", group: GroupLike = None, timeout: Timeout = None
 ) -> "dist.ProcessGroup":
-    """The ranks of ``group`` that run on this rank's host.
+    """Return a group of the ranks of ``group`` that run on this rank's host.
 
-    Every rank of ``group`` must call this. Each rank tells the name of its host; no environment
-    variable plays a part. Containers with different host names, network or shared memory count as
-    different hosts, even on one machine. ``split`` takes any other name of a place.
+    Every rank of ``group`` must call this. Each rank sends the name of its host; environment
+    variables are not used. Containers with different host names, networks or shared memory count
+    as different hosts, even on one machine. To group by another kind of place, use ``split``.
 
     Args:
-        name: of this call, as in ``objcomm.broadcast``.
-        group: whose ranks; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
+        name: name of this call; see ``objcomm.broadcast``.
+        group: the group whose ranks to use; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
 
     Returns:
-        A ``torch.distributed.ProcessGroup`` of the ranks of one host in the order of ``group``;
-        the same object each time, as with ``split``. Without torch.distributed None: a world of
-        one.
+        A ``torch.distributed.ProcessGroup`` of one host's ranks, in the order of ``group``; the
+        same object each time, as with ``split``. Without torch.distributed, None, which means a
+        world of one.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
-        CollectiveError: some rank could not connect. Every rank; no rank has the new group then.
-        ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
+        CollectiveError: some rank could not connect. Raised on every rank; no rank has the new
+            group then.
+        ObjcommError: any other error of ``objcomm.all_gather``, on the same ranks.
 
     Examples:
         >>> import objcomm
@@ -221,35 +224,37 @@ def new_group(
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> "dist.ProcessGroup":
-    """Make a group of the ranks in a list; no other rank need call this.
+    """Create a group of the listed ranks; no other rank needs to call this.
 
-    Every rank in ``ranks`` must call this, with the same list. The others need not; one that does
-    is told at once that it is outside. Each call makes a new group, with the backend and the time
-    limit of ``group``, and connections of its own; ``dist.destroy_process_group`` ends it.
-    ``dist.new_group`` asks every rank of the world instead, in one order.
+    Every rank in ``ranks`` must call this, with the same list. On any other rank, a call returns
+    immediately. Each call creates a new group with the backend and timeout of ``group``, and its
+    own connections; ``dist.destroy_process_group`` destroys it. By contrast, ``dist.new_group``
+    must be called by every rank of the world, in the same order.
 
-    The members meet by themselves, so a rank outside may have died. What they agree on travels over
-    connections that the first call for a list makes, and later ones for the same list use again.
+    Only the members communicate, so ranks outside the list may have died. The first call for a
+    list opens the connections over which the members agree; later calls for it reuse them.
 
     Args:
-        ranks: global ranks, in the order that they have in the new group.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: of which group they are ranks; None for the world.
-        timeout: seconds or timedelta; the limit of ``group`` if None.
+        ranks: global ranks, in the order of the new group.
+        name: name of this call; see ``objcomm.broadcast``.
+        group: the group that the ranks are members of; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
 
     Returns:
-        A ``torch.distributed.ProcessGroup``, which torch's functions take too. On a rank that is
-        not in ``ranks`` ``dist.GroupMember.NON_GROUP_MEMBER``, which every call of objcomm refuses
-        with NotInGroupError. Without torch.distributed None: a world of one.
+        A ``torch.distributed.ProcessGroup``, which torch's functions also accept. A rank that is
+        not in ``ranks`` gets ``dist.GroupMember.NON_GROUP_MEMBER``; every call of objcomm rejects
+        it with NotInGroupError. Without torch.distributed, None, which means a world of one.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
-        DesyncError: members gave other lists and wait for each other. Those that do.
-        TransportTimeout: some member did not come. Every member that waited for it.
-        CollectiveError: some member could not connect. Every member; none has the new group then.
-        ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks. Ranks in any
-            of these errors count as in the new group.
+        DesyncError: members passed different lists and wait for each other. Raised on those
+            members.
+        TransportTimeout: some member did not arrive. Raised on every member that waited for it.
+        CollectiveError: some member could not connect. Raised on every member; none has the new
+            group then.
+        ObjcommError: any other error of ``objcomm.all_gather``, on the same ranks. These errors
+            number ranks as in the new group.
 
     Examples:
         >>> import objcomm
@@ -265,9 +270,9 @@ def new_group(
     check_name(name, operation.name.lower())
     members = _members(ranks, whole)
     if whole.rank not in members:
-        return cast("dist.ProcessGroup", NOBODY)  # torch has no type for who is outside
+        return cast("dist.ProcessGroup", NOBODY)  # torch has no type for a rank outside
     if not is_initialized():
-        return cast("dist.ProcessGroup", None)  # accepted as ``group=``, which means this rank
+        return cast("dist.ProcessGroup", None)  # as ``group=``, None means this rank alone
     part: Any = whole.part(members)
     word = _Word(None, 0, uuid.uuid4().hex, [])
     with _call(operation, name=name, group=part, timeout=timeout) as call:
@@ -278,10 +283,10 @@ def new_group(
 
 
 def _members(ranks: Iterable[SupportsIndex], whole: Group) -> Members:
-    """The ranks in a list of global ones, as ranks within the group.
+    """Convert a list of global ranks to ranks within the group.
 
     Raises:
-        UsageError: they are no such list.
+        UsageError: it is not a list of distinct global ranks of the group.
     """
     listed = None if isinstance(ranks, (str, bytes)) else _whole_numbers(ranks)
     if listed is None:
@@ -304,7 +309,7 @@ def _members(ranks: Iterable[SupportsIndex], whole: Group) -> Members:
 
 
 def _whole_numbers(values: Iterable[object]) -> list[int] | None:
-    """Whole numbers; None if there is anything else, or if it is nothing to go through."""
+    """Return the ints; None if any value is not an int, or ``values`` is not iterable."""
     try:
         numbers = [whole_number(each) for each in values]
     except TypeError:
@@ -316,7 +321,7 @@ def _whole_numbers(values: Iterable[object]) -> list[int] | None:
 def near_group(
     *, name: str = "", group: GroupLike = None, timeout: Timeout = None
 ) -> "dist.ProcessGroup":
-    """As ``node_group``, asked only once on each lane; every rank of ``group`` must call this."""
+    """Like ``node_group``, but asks only once per lane; every rank of ``group`` must call this."""
     found = resolve(group).near
     return found if _is_there(found) else node_group(name=name, group=group, timeout=timeout)
 
@@ -324,27 +329,28 @@ def near_group(
 def leaders(
     *, name: str = "", group: GroupLike = None, timeout: Timeout = None
 ) -> "dist.ProcessGroup":
-    """The first rank of each host, as one group.
+    """Return a group of the first rank of each host.
 
-    Every rank of ``group`` must call this. What a host is, ``node_group`` tells.
+    Every rank of ``group`` must call this. Hosts are distinguished as in ``node_group``.
 
     Args:
-        name: of this call, as in ``objcomm.broadcast``.
-        group: whose ranks; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
+        name: name of this call; see ``objcomm.broadcast``.
+        group: the group whose ranks to use; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
 
     Returns:
-        On the first rank of each host a ``torch.distributed.ProcessGroup`` of these ranks, in the
-        order of ``group``; the same object each time, as with ``split``. On other ranks
-        ``dist.GroupMember.NON_GROUP_MEMBER``, which every call of objcomm refuses with
-        NotInGroupError; ``objcomm.rank`` of it is -1. Without torch.distributed None: a world of
-        one.
+        On the first rank of each host, a ``torch.distributed.ProcessGroup`` of these ranks in the
+        order of ``group``; the same object each time, as with ``split``. Other ranks get
+        ``dist.GroupMember.NON_GROUP_MEMBER``, for which ``objcomm.rank`` returns -1; every call of
+        objcomm rejects it with NotInGroupError. Without torch.distributed, None, which means a
+        world of one.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
-        CollectiveError: some rank could not connect. Every rank; no rank has the new group then.
-        ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
+        CollectiveError: some rank could not connect. Raised on every rank; no rank has the new
+            group then.
+        ObjcommError: any other error of ``objcomm.all_gather``, on the same ranks.
 
     Examples:
         >>> import objcomm
@@ -359,10 +365,10 @@ def leaders(
 
 
 def _color(color: object) -> int | str | None:
-    """A colour as plain data; None for no group.
+    """Return a color as plain data; None for no group.
 
     Raises:
-        UsageError: it is neither a number, a text nor None.
+        UsageError: it is not an int, a string or None.
     """
     if color is None or isinstance(color, str):
         return color
@@ -371,10 +377,10 @@ def _color(color: object) -> int | str | None:
 
 
 def _integer(name: str, value: object) -> int:
-    """A whole number.
+    """Return an argument as an int.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not an int.
     """
     number = whole_number(value)
     if number is None:
@@ -384,7 +390,7 @@ def _integer(name: str, value: object) -> int:
 
 
 def _by_color(words: Sequence[_Word]) -> list[Members]:
-    """The ranks of each colour, by key and then by rank."""
+    """Return the ranks of each color, ordered by key and then by rank."""
     parts: dict[int | str, list[int]] = {}
     for rank, word in enumerate(words):
         if word.color is not None:
@@ -393,20 +399,21 @@ def _by_color(words: Sequence[_Word]) -> list[Members]:
 
 
 def _leaders(words: Sequence[_Word]) -> list[Members]:
-    """The first rank of each colour, all in one group."""
+    """Return one group, of the first rank of each color."""
     return [tuple(sorted(min(part) for part in _by_color(words)))]
 
 
 def _check_colors(operation: str, words: Sequence[_Word], messages: Sequence[Message]) -> None:
-    """Refuse colours of two types, on every rank.
+    """Reject colors of different types, on every rank.
 
     Args:
-        operation: what the user has called.
-        words: what the ranks told.
-        messages: in which they did.
+        operation: the operation that the user called.
+        words: what each rank sent.
+        messages: the messages that carried ``words``.
 
     Raises:
-        CollectiveError: it names the ranks that differ from the first one with a colour.
+        CollectiveError: types differ; it names the ranks that differ from the first rank that has
+            a color.
     """
     kinds = {rank: type(word.color) for rank, word in enumerate(words) if word.color is not None}
     first = next(iter(kinds), 0)
@@ -434,7 +441,7 @@ def _divided(
     timeout: Timeout,
     is_always_new: bool = False,
 ) -> "dist.ProcessGroup":
-    """This rank's part of a group, as a process group that all its members have."""
+    """Return this rank's part of a group, as a process group that all its members have."""
     called = operation.name.lower()
     deadline = resolve(group, called).deadline(called, timeout)
     parent = process_group_of(group) if is_initialized() else None
@@ -446,7 +453,7 @@ def _divided(
         resolve(group).hosts = tuple(str(word.color) for word in words)
     parts = {members: _name(members, words) for members in parts_of(words)}
     mine = next((members for members in parts if call.rank in members), None)
-    # Torch has no type for a rank outside, nor for there being no torch.distributed.
+    # torch has no type for a rank outside, or for a missing torch.distributed.
     nothing = cast("dist.ProcessGroup", NOBODY if mine is None else None)
     if parent is None:
         return nothing
@@ -464,7 +471,7 @@ def _divided(
 
 
 def _told(call: Call, word: _Word) -> list[_Word]:
-    """What each rank says, in the first call."""
+    """Exchange what each rank sends in the first call."""
     if call.is_alone:
         return [word]
     mine = call.message(word, tuple)
@@ -477,10 +484,10 @@ def _told(call: Call, word: _Word) -> list[_Word]:
 
 
 def word_of(plain: Any) -> _Word:
-    """What a rank told.
+    """Check what a rank sent.
 
     Raises:
-        DecodeError: it is no such word.
+        DecodeError: it is malformed.
     """
     if isinstance(plain, (tuple, list)) and len(plain) == len(_Word._fields):
         color, key, fresh, names = plain
@@ -497,7 +504,7 @@ def word_of(plain: Any) -> _Word:
 
 
 def _name(members: Members, words: Sequence[_Word]) -> str:
-    """The name that all members know their group by, or a new one."""
+    """Return a name that all members already have for their group, or a new name."""
     number = fingerprint(",".join(map(str, members)))
     known = set.intersection(*(set(words[rank].names) for rank in members))
     stem = _NAME.format(members=number, fresh="")
@@ -512,9 +519,10 @@ def _connected(
     group: GroupLike,
     deadline: Deadline,
 ) -> "dist.ProcessGroup | None":
-    """The new process group of ``plan``, once every rank of ``group`` has made its own.
+    """Create the process group of ``plan``; return it once every rank of ``group`` has its own.
 
-    Every rank of ``group`` calls this if any needs a new one; a rank with no plan gets None.
+    Every rank of ``group`` calls this if any rank needs a new group; a rank without a plan gets
+    None.
     """
     made: list[dist.ProcessGroup] = []
 
@@ -524,19 +532,19 @@ def _connected(
 
     def check(_: None) -> None:
         if failed:
-            raise failed.pop()  # from no variable: an error's traceback holds its frame
+            raise failed.pop()  # not held by a local: the traceback keeps this frame
 
     failed: list[BaseException] = []
     begin = functools.partial(_call, operation, name=name, group=group)
-    # A rank may have had every word, and not all have had its own: connecting waits in C++, so it
-    # begins when all ranks are known to come, and to have room for it. It is part of this call, so
-    # that others are told where this rank is.
+    # One rank may have received everything before another has, and connecting blocks in C++. So it
+    # starts only once all ranks are known to arrive and to have enough file descriptors. It happens
+    # within this call, so that other ranks can be told where this rank is.
     with begin(timeout=deadline.seconds_left, must_agree="meet") as call:
         all_gather_in(call, None, check=check_room)()
         try:
             if plan is not None:
                 made.append(_made(operation, plan, group, deadline))
-        except BaseException as error:  # noqa: BLE001  # raised in ``check``, which tells the others
+        except BaseException as error:  # noqa: BLE001  # raised in ``check``, for all ranks
             failed.append(error)
     try:
         with begin(timeout=deadline.seconds_left, must_agree="connect") as call:
@@ -546,14 +554,14 @@ def _connected(
             dist.destroy_process_group(each)
         raise
     finally:
-        failed.clear()  # an error's traceback holds this frame
+        failed.clear()  # an error's traceback keeps this frame alive
     for each in made:
         _forget_address(each)
     return made[0] if made else None
 
 
 def _forget_address(made: Any) -> None:
-    """Let this rank's address in a new group go from the store: all members have connected."""
+    """Remove this rank's address in a new group from the store: all members have connected."""
     name, rank = made.group_name, made.rank()
     board_thread_of(process_group_of(None)).submit(lambda board: board.forget_address(name, rank))
 
@@ -561,14 +569,14 @@ def _forget_address(made: Any) -> None:
 def _made(
     operation: Operation, plan: tuple[Members, str], group: GroupLike, deadline: Deadline
 ) -> Any:
-    """The new process group, once its members have connected."""
+    """Create the process group and wait until its members have connected."""
     members, name = plan
-    parent = resolve(group)  # a part of the group for members that come alone
+    parent = resolve(group)  # in new_group, only the members' part of the group
     ranks = [parent.ranks[member] for member in members]
     log.debug("%s makes group %r of ranks %s", operation.name.lower(), name, ranks)
     world = process_group_of(None)
     clients = board_thread_of(world).clients_of_groups
-    # A rank that fails before the others give up can still tell them.
+    # A rank that fails before the others give up can still report its failure.
     limit = deadline.seconds_left / 2
     place = DevicePlace()
 
@@ -584,9 +592,9 @@ def _made(
                 purpose=operation.name.lower(),
                 store=store,
             )
-        if dist.get_backend(made) == dist.Backend.GLOO:  # another may meet later, and wait in it
+        if dist.get_backend(made) == dist.Backend.GLOO:  # others may connect later, using it
             clients.give_back(store)
         return made
 
-    # Torch exceeds its limit: Gloo waits 30 s for a rank that has died.
+    # torch exceeds its limit: Gloo waits 30 s for a rank that has died.
     return done_within(_LONGER * limit, make, dist.destroy_process_group)
