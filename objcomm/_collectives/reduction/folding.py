@@ -1,16 +1,16 @@
 """Reductions of whole objects, which an operator combines two at a time.
 
-Operands come in rank order, so an operator need not commute. Small ones meet at one rank, which
-folds them; large ones, those of more than eight ranks, and those of a slow operator are combined by
-all ranks, so that neither all bytes nor all work land on one. Which of the two follows from the
-first messages, that one rank has read and answers, so all ranks take the same way.
+Operands are combined in rank order, so an operator need not be commutative. If operands are small,
+one rank receives and folds them all. Large operands, those of more than eight ranks, and those of
+a slow operator are combined by all ranks, which spreads the bytes and the work. One rank chooses
+between the two from the first messages and announces the choice, so all ranks do the same.
 
-A reduction then goes along a binomial tree (mpi4py's trees have the same order of operands:
-``src/mpi4py/MPI.src/msgpickle.pxi``, PyMPI_reduce_intra). A scan takes log2(ranks) steps: in step k
-each rank combines what it has with what the rank 2**k before it has (W. D. Hillis and G. L. Steele,
-"Data parallel algorithms", 1986). What came from lower ranks always stands on the left, fresh from
-the wire, so an operator may change it; what this rank has may meanwhile be on its way to another
-rank, and stands on the right.
+A reduction by all ranks follows a binomial tree (mpi4py's trees have the same operand order:
+``src/mpi4py/MPI.src/msgpickle.pxi``, PyMPI_reduce_intra). A scan takes log2(ranks) steps; in step
+k, each rank combines its value with that of the rank 2**k before it (W. D. Hillis and G. L. Steele,
+"Data parallel algorithms", 1986). The left argument always comes from lower ranks. In a scan it was
+just decoded, so an operator may modify it; this rank's own value, which may still be on its way to
+another rank, is on the right.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ from objcomm._collectives.reduction.operators import Operator
 from objcomm._wire.header import Status
 from objcomm._wire.message import Message
 
-# Up to so much of each rank's goes to the rank that combines. Scanning arrays of 0.4 MB on 8 ranks
-# took 23 ms so, and 43 with all ranks combining; of 4 MB on 4 ranks 39 and 34 (2 cores).
+# Operands of up to this size are sent to the rank that combines. A scan of 0.4 MB arrays on 8 ranks
+# took 23 ms this way and 43 ms with all ranks combining; of 4 MB on 4 ranks, 39 and 34 (2 cores).
 _SMALL_NBYTES = 1 << 20
 
 
@@ -35,15 +35,15 @@ def _may_meet(exchange: Exchange, operator: Operator) -> bool:
 
 
 class _Combination:
-    """This rank's operand, and what it is combined to with others', or the failures among them.
+    """This rank's operand and its combination with others', or the failures among them.
 
     Attributes:
         prepared: the operand as the operator prepared it.
-        obj: a copy of it, if this rank combines, and then what has been combined so far: an
-            operator may change what it gets, and the caller, while the call is in flight, what was
-            passed in.
-        mine: the message of the operand, or of why there is none.
-        failed: the messages that tell of failures; once there is one, nothing more is combined.
+        obj: if this rank combines, a copy of ``prepared``, later the combination so far. It is a
+            copy because an operator may modify its argument, and the caller may modify what it
+            passed in while the call is running.
+        mine: the message with the operand, or with the reason why there is none.
+        failed: the messages that report failures. Once there is one, nothing more is combined.
     """
 
     def __init__(self, call: Call, operator: Operator, obj: Any, *, is_copied: bool) -> None:
@@ -62,25 +62,25 @@ class _Combination:
         self._message: Message | None = self.mine
 
     def take(self, message: Message, combine: Callable[[Any], Any]) -> None:
-        """Combine with what arrived; an error becomes this rank's failure."""
+        """Combine with a received message; an error becomes this rank's failure."""
         if message.header.status == Status.FAILURE:
             self.failed.append(message)
         if not self.failed:
             try:
                 self.obj = combine(self._call.decode(message))
-            except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
+            except BaseException as error:  # noqa: BLE001  # sent to the others, and raised afterwards
                 self.failed.append(self._call.failure(error))
         self._message = None
 
     def message(self) -> Message:
-        """What has been combined so far, for another rank."""
+        """Return the combination so far, as a message for another rank."""
         if self._message is None:
             self._message = self._call.failures(self.failed) or self._call.message(self.obj)
         return self._message
 
 
 class Folding:
-    """One reduction on this rank, and the result where it is computed."""
+    """One reduction on this rank, with the result if it is computed here."""
 
     def __init__(self, call: Call, operator: Operator, obj: Any, root: int | None) -> None:
         self._call = call
@@ -93,7 +93,7 @@ class Folding:
         self._result: Any = None
 
     def run(self, exchange: Exchange) -> Message | None:
-        """The traffic: all operands into one message, on ``root`` or, if it is None, everywhere."""
+        """Run the traffic; the combined message goes to ``root``, or to all ranks if it is None."""
         root = self._root
         hub = routes.HUB if root is None else root
         if _may_meet(exchange, self._operator):
@@ -115,7 +115,7 @@ class Folding:
         return routes.recv(exchange, top) if exchange.rank == root else None
 
     def value(self, message: Message | None) -> Any:
-        """The result; where it was computed, the very object that was sent."""
+        """Return the result; on the rank that computed it, the same object that was sent."""
         self._call.raise_failures(() if message is None else [message])
         if message is None:
             return None
@@ -123,11 +123,11 @@ class Folding:
         return self._operator.present(self._result if is_own else self._call.decode(message))
 
     def _top(self, root: int) -> int:
-        """Where the tree ends: a commutative operator lets ranks count from ``root`` on."""
+        """Return the root of the tree; a commutative operator lets it be ``root`` itself."""
         return root if self._operator.is_commutative else routes.HUB
 
     def _fold_if_small(self, heads: list[Message] | None) -> Message | None:
-        """Fold on this rank, if it has all operands and all came with their first messages."""
+        """Fold here if this rank has all operands, and each fits into its first message."""
         if heads is None or not all(head.is_all_head for head in heads):
             return None
         own = self._own
@@ -135,9 +135,9 @@ class Folding:
         return self._finished(heads, lambda: self._operator.fold(operands, self._call.size))
 
     def _along_tree(self, exchange: Exchange, top: int) -> Message | None:
-        """Up to ``top``: a rank combines its operand with those below it, and sends what that is.
+        """Combine upward to ``top``: each rank adds its children's operands and sends the result.
 
-        Ranks count from ``top`` on, so another one than the first changes the operands' order.
+        Ranks are counted from ``top``, so a ``top`` other than rank 0 changes the operand order.
         """
         own, operator = self._own, self._operator
         parent, children = topology.in_order(exchange.rank, top, exchange.hosts)
@@ -150,7 +150,7 @@ class Folding:
         return self._finished(own.failed, lambda: operator.finish(own.obj, self._call.size))
 
     def _finished(self, operands: list[Message], finish: Callable[[], Any]) -> Message:
-        """The result as a message, or the failures among the operands."""
+        """Return the result as a message, or the failures among the operands."""
 
         def made(_: None) -> Any:
             self._result = finish()
@@ -171,7 +171,7 @@ class Scanning:
         self._result: Any = None
 
     def run(self, exchange: Exchange) -> Message | None:
-        """The traffic: the hub's answer for this rank; ``None`` if all ranks have combined."""
+        """Run the traffic; return the hub's answer, or ``None`` if all ranks have combined."""
         if _may_meet(exchange, self._operator):
             heads = routes.gather(exchange, self._own.mine, routes.HUB, _SMALL_NBYTES)
             answers = None if heads is None else self._answers(heads)
@@ -179,26 +179,26 @@ class Scanning:
             if answer.header.status != Status.TREE:
                 return answer
         self._by_all(exchange)
-        self._call.confirm()  # a rank that only sends upwards hears of no other's error
+        self._call.confirm()  # a rank that only sends upward would miss others' errors
         return None
 
     def value(self, answer: Message | None) -> Any:
-        """This rank's result, from the hub's answer if there is one."""
+        """Return this rank's result, from the hub's answer if there is one."""
         call, operator, own = self._call, self._operator, self._own
         call.raise_failures(own.failed if answer is None else [answer])
         count = call.rank + 1 - self._first
         if not count:
             return operator.identity
         if answer is None:
-            # No callable is called on the first rank, which gets its object back.
+            # On the first rank no callable is called, and it gets its own object back.
             return operator.present(operator.finish(own.obj if call.rank else own.prepared, count))
         return operator.present(self._result if call.rank == routes.HUB else call.decode(answer))
 
     def _by_all(self, exchange: Exchange) -> None:
-        """Combine on every rank; see the module."""
+        """Combine on every rank; see the module docstring."""
         rank, size, first, own = exchange.rank, exchange.size, self._first, self._own
         if first:
-            # Each goes on with the operand of the one before.
+            # Each rank continues with the operand of the previous one.
             if rank + 1 < size:
                 routes.send(exchange, own.mine, rank + 1)
             if rank:
@@ -213,13 +213,13 @@ class Scanning:
             step *= 2
 
     def _answers(self, heads: list[Message]) -> list[Message]:
-        """One for each rank: its result, or alike for all that there is none."""
+        """Return one answer per rank: its result, or the same message for all if there is none."""
         answer = self._call.failures(heads)
         if answer is None and any(head.header.nbytes > _SMALL_NBYTES for head in heads):
             answer = self._call.announcement(Status.TREE)
         try:
             return [answer] * len(heads) if answer else self._prefixes(heads)
-        except BaseException as error:  # noqa: BLE001  # it travels, and is raised afterwards
+        except BaseException as error:  # noqa: BLE001  # sent to the others, and raised afterwards
             return [self._call.failure(error)] * len(heads)
 
     def _prefixes(self, heads: list[Message]) -> list[Message]:
@@ -235,6 +235,6 @@ class Scanning:
             if message.header.status == Status.FAILURE:
                 return [message] * len(heads)
             messages.append(message)
-            if message.large:  # their memory is on its way, and the operator may change it
+            if message.large:  # its memory is still being sent, and the operator may modify it
                 combined = call.copy(combined)
         return messages

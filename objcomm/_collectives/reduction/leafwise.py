@@ -1,9 +1,10 @@
 """Named reductions, leaf by leaf: of a number, a tensor, or containers of them.
 
-First every rank's structure meets at one rank, together with all leaves that are small. That rank
-compares the structures, folds the leaves it has, and answers all: with an error, or with the
-results and with what is to follow. Then all ranks combine the large tensors together. What arrives
-says what a rank allocates, reads and builds, so it is checked as a whole before any of that.
+First, every rank sends its structure and all small leaves to one rank. That rank compares the
+structures, folds the leaves it received, and answers all ranks with an error, or with the results
+and the list of leaves still to come. Then all ranks combine the large tensors together. A received
+structure or answer determines what a rank allocates, reads and builds, so it is validated as a
+whole before any of that.
 """
 
 import itertools
@@ -31,18 +32,18 @@ from objcomm.errors import UsageError, shown
 _OPERAND = ("structure", "leaves", "linked")
 _HOST = torch.device("cpu")
 
-# Up to so many bytes of tensors travel with the structure, and all ranks' fit into one window.
+# Tensors of up to this many bytes are sent with the structure; all ranks' fit into one window.
 _INLINE_NBYTES = 16 << 10
 
 
 class Answer(NamedTuple):
-    """What the first round of a reduction has come to; plain tuples travel.
+    """The outcome of a reduction's first round; sent as a plain tuple.
 
     Attributes:
-        structure: of all ranks together; None if every rank has the same.
-        folded: the results of the leaves that are not to follow.
-        following: number and ranks of each leaf that is combined by all ranks afterwards.
-        linked: the type of device that every rank's device link joins; empty if there is none.
+        structure: all ranks' structures merged; None if every rank has the same one.
+        folded: the results of the leaves that do not follow.
+        following: number and ranks of each leaf that all ranks combine afterwards.
+        linked: the device type that every rank's device link connects; empty if there is none.
     """
 
     structure: Any
@@ -52,16 +53,16 @@ class Answer(NamedTuple):
 
 
 class Destination(NamedTuple):
-    """Where an answer arrives.
+    """What an answer must fit on this rank.
 
     Attributes:
-        structure: of what this rank gave.
-        rank: this one.
+        structure: the structure of this rank's operand.
+        rank: this rank.
         size: number of ranks.
         is_taker: whether this rank gets the results.
         may_follow: whether leaves may follow.
-        linked: the types of device that this rank's device links join, with commas; may be empty.
-        most_nbytes: of leaves that this rank has not given itself.
+        linked: the device types of this rank's device links, joined by commas; may be empty.
+        most_nbytes: limit for all leaves that this rank did not contribute.
     """
 
     structure: Any
@@ -74,10 +75,10 @@ class Destination(NamedTuple):
 
 
 def received(plain: Any, place: Destination) -> Answer:
-    """The answer that arrived.
+    """Validate a received answer.
 
     Args:
-        plain: what was decoded.
+        plain: the decoded object.
         place: what it must fit.
 
     Raises:
@@ -103,9 +104,9 @@ def received(plain: Any, place: Destination) -> Answer:
 
 
 def operand(plain: Any) -> tuple[Any, list[Any], str]:
-    """What another rank gives: structure, leaves, and its device links' types of device.
+    """Validate another rank's operand: structure, leaves, and the types of its device links.
 
-    A leaf that follows is None.
+    A leaf that follows later is None.
 
     Raises:
         DecodeError: they do not belong together.
@@ -157,7 +158,7 @@ def _are_ranks(ranks: Any, size: int) -> bool:
 
 
 def alone(operator: Operator, obj: Any) -> Any:
-    """The reduction of a single operand."""
+    """Reduce a single operand."""
     structure, values = structures.describe(obj, operator, 0)
     _, leaves = structures.merge([structure], may_lack=False)
     results = [_folded(operator, leaf, [value]) for leaf, value in zip(leaves, values, strict=True)]
@@ -165,10 +166,10 @@ def alone(operator: Operator, obj: Any) -> Any:
 
 
 class TreeReduction:
-    """One reduction on this rank."""
+    """One reduction, as seen by this rank."""
 
     def __init__(self, call: Call, operator: Operator, obj: Any, root: int | None) -> None:
-        """Describe this rank's operand; an error becomes its failure."""
+        """Describe this rank's operand; an error becomes this rank's failure."""
         self._call = call
         self._operator = operator
         self._root = root
@@ -192,11 +193,11 @@ class TreeReduction:
         structure, leaves = structures.describe(obj, self._operator, self._call.rank)
         self._place = self._place._replace(structure=structure)
         self._locks = [resize_locks(leaf) for leaf in leaves]
-        # Containers of its own: an asynchronous call's caller may change theirs meanwhile.
+        # Copies the containers: the caller of an asynchronous call may modify its own meanwhile.
         self._own = structures.rebuild(structure, obj, leaves)
         self._described = described = [each for _, each, _ in structures.walk(structure)]
         nbytes = sum(about.nbytes for about in map(tensors_of, described) if about is not None)
-        # What travels outside of messages is not signed.
+        # Data sent outside of messages is not signed.
         if nbytes > _INLINE_NBYTES and self._call.exchange.gate.signer is None:
             self._place = self._place._replace(may_follow=True)
             pairs = zip(leaves, described, strict=True)
@@ -205,13 +206,13 @@ class TreeReduction:
         return structure, leaves, self._place.linked
 
     def run(self, exchange: Exchange) -> Message:
-        """The traffic: all results to ``root``, or to all ranks if it is None."""
+        """Run the traffic; results go to ``root``, or to all ranks if it is None."""
         root = self._root
         hub = routes.HUB if root is None else root
 
         def answer(messages: list[Message]) -> tuple[Any, ...]:
             found = self._answer = self._merged(messages)
-            # Folded results are of no use to ranks that get none.
+            # Ranks that get no result do not need the folded ones.
             return tuple(found if root is None else found._replace(folded=()))
 
         message = answered(self._call, exchange, self._mine, answer, hub)
@@ -220,7 +221,7 @@ class TreeReduction:
         return message
 
     def value(self, message: Message) -> Any:
-        """The result on a rank that gets one, else None."""
+        """Return the result on a rank that gets one, otherwise None."""
         self._call.raise_failures([message])
         if not self._place.is_taker:
             return None
@@ -255,7 +256,7 @@ class TreeReduction:
         return received(answer, self._place) if self._operator.may_lack else answer
 
     def _own_leaves(self) -> list[Any]:
-        """As the others' come; an operator may change what it gets."""
+        """Return this rank's leaves; copy those that an operator may modify."""
         return [
             self._call.copy(value) if structures.kind_of(each) == structures.OBJECT else value
             for value, each in zip(self._given, self._described, strict=True)
@@ -272,7 +273,7 @@ class TreeReduction:
             raise UsageError(f"{text}: {error}") from error
 
     def _follow(self, exchange: Exchange, answer: Answer) -> None:
-        """Combine the large leaves, on all ranks together."""
+        """Combine the large leaves, all ranks together."""
         leaves = list(structures.walk(answer.structure or self._place.structure, self._own))
         rooms = {}
         on_host: list[Part] = []
@@ -315,7 +316,7 @@ class TreeReduction:
 
 
 def _folded(operator: Operator, leaf: Leaf, values: Sequence[Any]) -> Any:
-    """One leaf of all ranks that have it, combined here."""
+    """Combine one leaf of all ranks that have it, on this rank."""
     about, op, ranks = tensors_of(leaf.description), operator.name, list(leaf.places)
     if about is not None:
         flats = [structures.flat_of(value, op) for value in values]

@@ -1,9 +1,10 @@
-"""What an operand looks like: its containers and leaves as plain data, and where two differ.
+"""The structure of an operand, its containers and leaves as plain data, and how two differ.
 
 A structure is nested tuples: ``(number of the leaf, description)``, or ``(kind, type, keys,
-members)``. It holds no class and no tensor, so that comparing needs nothing of what is compared,
-and ranks exchange it before anything large moves. One that arrives says what a rank reads and
-builds, so it is checked as a whole before any of that. Knows objects; knows no messages.
+members)``. It contains no class and no tensor, so structures can be compared without the objects
+they describe, and ranks exchange them before anything large is sent. A received structure
+determines what a rank reads and builds, so it is validated as a whole before any of that. This
+module knows objects but no messages.
 """
 
 import collections
@@ -27,26 +28,26 @@ from objcomm._collectives.reduction.operators import Operator
 from objcomm._wire.failure_message import DifferenceError
 from objcomm.errors import DecodeError, UsageError, shown
 
-#: In place of a leaf that this rank does not have.
+#: Marks a leaf that this rank does not have.
 ABSENT = object()
 
-#: The kind of each container on the way to a leaf, and the key there.
+#: The kind of each container on the way to a leaf, and the key within it.
 Path: TypeAlias = tuple[tuple[str, Any], ...]
 
 _NUMBER, CONSTANT, OBJECT = "number", "constant", "object"
 _TENSOR, _ARRAY = "tensor", "array"
 _CONSTANTS = (str, bytes, enum.Enum, type(None), torch.dtype, torch.device)
-# The keys of a mapping may differ in order, and be missing on some ranks.
+# Mappings may differ in the order of their keys, and may lack keys on some ranks.
 _MAPPING, _FIELDS, _SEQUENCE = "mapping", "fields", "sequence"
 
 _DTYPE_NAMES = frozenset(map(tensors.dtype_name, operators.DTYPES))
 
-# Keys that an error shows whole; the text of others may be of any length.
+# Types of keys that an error shows in full; the text of other keys may have any length.
 _SHORT = (str, bytes, bool, float, complex, type(None), enum.Enum, datetime.date, pathlib.PurePath)
-# A scalar of numpy's makes an array of a range to compare the two: a key may be a short one.
+# To compare a range, a numpy scalar turns it into an array, so ranges in keys must be short.
 _KEY_NUMBERS_MAX = 1 << 10
 
-# What a rank that lacks a part can make by itself, without a class of the user's.
+# Containers that a rank lacking a part can create itself, without any user class.
 _MADE: dict[str, tuple[str, Callable[[], Any]]] = {
     "dict": (_MAPPING, dict),
     "list": (_SEQUENCE, list),
@@ -56,11 +57,11 @@ _MADE: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 class Leaf(NamedTuple):
-    """One leaf of a structure that several ranks have.
+    """One leaf of a structure, on the ranks that have it.
 
     Attributes:
         description: plain data.
-        places: where each rank that has it has it among its own leaves.
+        places: for each rank that has the leaf, its index among that rank's leaves.
     """
 
     description: Any
@@ -68,7 +69,7 @@ class Leaf(NamedTuple):
 
 
 def describe(obj: Any, operator: Operator, rank: int) -> tuple[Any, list[Any]]:
-    """An operand's structure and its leaves.
+    """Return an operand's structure and its leaves.
 
     Raises:
         UsageError: the operator cannot combine a leaf; names its path.
@@ -91,12 +92,12 @@ def _node_of(obj: Any, path: Path, operator: Operator, rank: int, leaves: list[A
 
 
 def _members_of(obj: Any) -> tuple[str, dict[Any, Any]]:
-    """A container's kind and its members by key; no kind, and none, of a leaf."""
+    """Return a container's kind and its members by key; for a leaf, an empty kind and dict."""
     if isinstance(obj, dict):
         return _MAPPING, {key: obj[key] for key in obj}
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return _FIELDS, {name: getattr(obj, name) for name in obj._fields}
-    if isinstance(obj, list) or type(obj) is tuple:  # a torch.Size is no tuple of operands
+    if isinstance(obj, list) or type(obj) is tuple:  # a torch.Size is not a tuple of operands
         return _SEQUENCE, dict(enumerate(obj))
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         return _FIELDS, {each.name: getattr(obj, each.name) for each in dataclasses.fields(obj)}
@@ -127,7 +128,7 @@ def _described(obj: Any, path: Path, operator: Operator, rank: int) -> tuple[Any
 
 
 def text_of(path: Path) -> str:
-    """A path as a person would write it."""
+    """Return a path as a person would write it."""
     steps = (f".{key}" if kind == _FIELDS else f"[{_key_text(key)}]" for kind, key in path)
     return "".join(("obj", *steps))
 
@@ -143,17 +144,17 @@ def _is_leaf(node: Any) -> bool:
 
 
 def kind_of(description: Any) -> str:
-    """Whether it is of a number, a constant, another object, a tensor or an array."""
+    """Return whether it describes a number, a constant, another object, a tensor or an array."""
     return description if isinstance(description, str) else str(description[0])
 
 
 def walk(node: Any, own: Any = ABSENT, path: Path = ()) -> Iterator[tuple[Path, Any, Any]]:
-    """Every leaf in order: its path, its description, and this rank's own or ``ABSENT``.
+    """Yield each leaf in order: its path, its description, and this rank's value or ``ABSENT``.
 
     Args:
         node: a structure.
-        own: this rank's operand, which may lack parts of it.
-        path: of the node.
+        own: this rank's operand, which may lack parts of the structure.
+        path: path of the node.
     """
     if _is_leaf(node):
         yield path, node[1], own
@@ -165,14 +166,14 @@ def walk(node: Any, own: Any = ABSENT, path: Path = ()) -> Iterator[tuple[Path, 
 
 
 def merge(structures: Sequence[Any], *, may_lack: bool) -> tuple[Any, list[Leaf]]:
-    """One structure of all ranks', in the order of the lowest rank that has each member.
+    """Merge all ranks' structures; members are ordered by the lowest rank that has them.
 
     Args:
         structures: one per rank, in rank order.
         may_lack: whether keys of mappings may be missing on some ranks.
 
     Returns:
-        The structure, and all its leaves.
+        The merged structure and all its leaves.
 
     Raises:
         DifferenceError: they differ.
@@ -224,7 +225,7 @@ def _differ(path: Path, one: int, other: int, reason: str) -> NoReturn:
 
 
 def _form_of(node: Any) -> Any:
-    """All that must agree of one node besides the names of its members."""
+    """Return all that must be equal on every rank for one node, except its members' names."""
     if _is_leaf(node):
         return node[1]
     kind, type_name, keys, _ = node
@@ -243,14 +244,15 @@ def _form_text(node: Any) -> str:
 
 
 def checked(node: Any, own: Any = None) -> list[Leaf]:
-    """The leaves of a structure that arrived; those that this rank gave itself have place 1.
+    """Validate a received structure and return its leaves.
 
     Args:
         node: the structure.
-        own: that of what this rank gave, if the other one is to hold all of it.
+        own: the structure of this rank's operand, if ``node`` must contain all of it. In the
+            result, the leaves of this rank's operand then have a place under 1.
 
     Raises:
-        DecodeError: no rank would make such a structure, or it does not hold what this rank gave.
+        DecodeError: no rank would build such a structure, or it lacks a part of this rank's.
     """
     leaves: list[Leaf] = []
     _check(node, leaves, Budget("msgpack", memoryview(b""), ()))
@@ -295,7 +297,7 @@ def _check(node: Any, leaves: list[Leaf], budget: Budget) -> None:
 
 
 def _is_plain(description: Any) -> bool:
-    """Whether it describes a leaf that is neither a tensor nor an array."""
+    """Return whether it describes a leaf that is neither a tensor nor an array."""
     if type(description) is str:
         return description in {_NUMBER, CONSTANT}
     is_pair = type(description) is tuple and [type(each) for each in description] == [str, str]
@@ -303,7 +305,7 @@ def _is_plain(description: Any) -> bool:
 
 
 def _is_key(key: Any) -> bool:
-    """Whether comparing a key that arrived costs no more than its bytes."""
+    """Return whether comparing a received key takes no more time than its bytes justify."""
     if type(key) in {tuple, frozenset}:
         return all(map(_is_key, key))
     if type(key) is range:
@@ -312,7 +314,7 @@ def _is_key(key: Any) -> bool:
 
 
 def refuse(reason: str) -> NoReturn:
-    """Refuse what another rank sent.
+    """Reject data from another rank.
 
     Raises:
         DecodeError: always.
@@ -321,11 +323,11 @@ def refuse(reason: str) -> NoReturn:
 
 
 def rebuild(node: Any, own: Any, results: Sequence[Any]) -> Any:
-    """A new object of a merged structure.
+    """Build a new object from a merged structure.
 
     Args:
         node: the structure.
-        own: this rank's operand, whose containers' types the result takes; it is not changed.
+        own: this rank's operand, whose container types the result takes; it is not modified.
         results: one for each leaf.
     """
     if _is_leaf(node):
@@ -348,12 +350,12 @@ def rebuild(node: Any, own: Any, results: Sequence[Any]) -> Any:
             made[key] = member
     else:
         for name, member in members.items():
-            object.__setattr__(made, name, member)  # also where the class is frozen
+            object.__setattr__(made, name, member)  # works for frozen classes, too
     return made
 
 
 class Tensors(NamedTuple):
-    """What a description says of a tensor or an array."""
+    """The content of a tensor's or an array's description."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -362,7 +364,7 @@ class Tensors(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements: a number of Python's, because a peer may name any shape."""
+        """Number of elements, as a Python int, because a peer may send any shape."""
         return math.prod(self.shape)
 
     @property
@@ -372,7 +374,7 @@ class Tensors(NamedTuple):
 
 
 def described(leaf: Any) -> tuple[Any, Any] | None:
-    """A description as plain data, and the leaf, if it is combined element by element; or None."""
+    """Return a description and the leaf if it can be combined element by element, else None."""
     if tensors.is_plain_tensor(leaf) and leaf.dtype in operators.DTYPES and not leaf.is_meta:
         value = leaf.detach().resolve_conj().resolve_neg()
         name = tensors.dtype_name(value.dtype)
@@ -383,10 +385,10 @@ def described(leaf: Any) -> tuple[Any, Any] | None:
 
 
 def tensors_of(description: Any) -> Tensors | None:
-    """What a tensor's or an array's description says; ``None`` for any other leaf.
+    """Parse the description of a tensor or an array; return ``None`` for any other leaf.
 
     Raises:
-        DecodeError: another rank's says what no rank would.
+        DecodeError: the description is malformed.
     """
     types = [type(each) for each in description] if type(description) is tuple else []
     if types[:1] != [str] or description[0] not in {_TENSOR, _ARRAY}:
@@ -399,7 +401,7 @@ def tensors_of(description: Any) -> Tensors | None:
 
 
 def flat_of(leaf: Any, op: str) -> torch.Tensor:
-    """A tensor's or an array's elements in C order, in the dtype that travels; often a view."""
+    """Return a tensor's or array's elements in C order, in the dtype to send; often a view."""
     if isinstance(leaf, torch.Tensor):
         flat = leaf.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     else:
@@ -409,7 +411,7 @@ def flat_of(leaf: Any, op: str) -> torch.Tensor:
 
 
 def room_for(about: Tensors, op: str, device: torch.device | str) -> tuple[Any, torch.Tensor]:
-    """A fresh result and a flat view of its elements."""
+    """Return a fresh result and a flat view of its elements."""
     dtype = operators.result_dtype(op, about.dtype)
     with torch.inference_mode(mode=False):
         tensor = torch.empty(about.shape, dtype=dtype, device=device)
