@@ -1,4 +1,4 @@
-"""Objects of all ranks combined into one: the operators, and the ways an operand takes to them.
+"""All ranks' objects combined into one: the operators, and how operands reach them.
 
-Operators and structures know objects only; ``folding`` and ``leafwise`` move messages.
+Operators and structures know only objects; ``folding`` and ``leafwise`` send messages.
 """

@@ -1,9 +1,9 @@
-"""Reduction operators: a user's callable, or a named one with exact results.
+"""Reduction operators: a user's callable, or a named operator with exact results.
 
-The one place where operands are combined: two objects, with the lower ranks' on the left, or the
-plain tensors of all ranks, element by element. Small tensors that one rank has of all ranks and
-pieces of large ones are combined by the same function, so a tensor's size does not change its
-result. Knows objects and torch, and numpy only where an operand is of numpy; knows no messages.
+All operands are combined here: two objects at a time, with the lower ranks' on the left, or plain
+tensors of all ranks, element by element. Small tensors collected on one rank and pieces of large
+tensors are combined by the same function, so the size of a tensor does not change its result. This
+module knows objects and torch, and numpy only if an operand needs it; it knows no messages.
 """
 
 import collections
@@ -21,28 +21,28 @@ from objcomm.errors import UsageError
 
 T = TypeVar("T")
 
-# Those that go leaf by leaf through containers, and those that take whole objects.
+# Operators that go leaf by leaf through containers, and operators that take whole objects.
 _LeafwiseName: TypeAlias = Literal["sum", "prod", "min", "max", "mean", "any", "all"]
 _WholeName: TypeAlias = Literal["argmin", "argmax", "concat", "union", "counter"]
 
-#: The names that ``op=`` takes.
+#: The names that ``op=`` accepts.
 NamedOperator: TypeAlias = Literal[_LeafwiseName, _WholeName]
 
 
 @dataclass(frozen=True, slots=True)
 class Op(Generic[T]):
-    """An operator of one's own, accepted wherever ``op=`` is; give the same on every rank.
+    """A user-defined operator, accepted wherever ``op=`` is; pass the same one on every rank.
 
     Attributes:
-        fn: takes what lower ranks gave and what higher ranks gave, and returns their combination.
-            It must be associative; it may change and return its left argument.
-        commutative: whether ``fn(a, b)`` equals ``fn(b, a)``. ``reduce`` then combines straight
-            towards its destination, where it otherwise sends the result there at the end; the
-            order of operands may change with the destination.
-        identity: what ``exscan`` gives the first rank, which has no rank before it; None by
-            default. ``reduce`` and ``all_reduce`` do not use it, because no group is empty.
-        slow: whether ``fn`` costs more than a message. Ranks then combine in pairs along a tree,
-            in log2(world size) steps, even where one rank could take all small operands at once.
+        fn: takes a value from lower ranks and a value from higher ranks, and returns their
+            combination. It must be associative, and may modify and return its left argument.
+        commutative: whether ``fn(a, b)`` equals ``fn(b, a)``. If so, ``reduce`` combines directly
+            toward its destination instead of sending the final result there, and the order of
+            operands may depend on the destination.
+        identity: returned by ``exscan`` on the first rank, which has none before it. ``reduce`` and
+            ``all_reduce`` do not use it, because no group is empty.
+        slow: whether ``fn`` costs more than a message. If so, ranks always combine in pairs along
+            a tree, in log2(world size) steps, even if one rank could fold all small operands.
 
     Raises:
         UsageError: ``fn`` is not callable.
@@ -65,7 +65,7 @@ class Op(Generic[T]):
             raise UsageError(f"Op takes a callable of two objects, not {self.fn!r}")
 
 
-#: What ``op=`` takes.
+#: What ``op=`` accepts.
 OpLike: TypeAlias = Callable[[T, T], T] | Op[T] | NamedOperator
 
 
@@ -78,20 +78,21 @@ class Operator:
     """How objects are reduced.
 
     Attributes:
-        name: what the ranks' headers compare; the same for all callables, because the same
+        name: the name that ranks compare in headers. All callables have the same one, because a
             function has no name that all processes agree on.
-        combine: takes what lower ranks gave and what higher ranks gave; it may change the first.
-        prepare: applied to each rank's object first, with that rank's number in the group.
+        combine: takes a value from lower ranks and a value from higher ranks; may modify the first.
+        prepare: applied first to each rank's object, with that rank's number within the group.
         finish: takes the last combination and the number of operands.
-        present: makes of a result, which is plain so that every codec takes it, what users get.
-        elementwise: torch's function that combines two tensors, if containers are reduced leaf by
-            leaf; else None.
-        is_commutative: whether operands may change places.
+        present: converts a result, which is plain data so that every codec accepts it, to what
+            users get.
+        elementwise: torch's function to combine two tensors, if containers are reduced leaf by
+            leaf; otherwise None.
+        is_commutative: whether the order of operands does not matter.
         is_slow: whether combining costs more than a message.
         identity: the combination of no operands.
-        dtype: in which floating dtype the caller wants tensors to be added up; None for each
-            tensor's own choice.
-        may_lack: whether keys of containers may be missing on some ranks.
+        dtype: dtype in which to accumulate tensors, as the caller passed it; None lets each
+            tensor's dtype decide.
+        may_lack: whether keys of mappings may be missing on some ranks.
     """
 
     name: str
@@ -108,31 +109,31 @@ class Operator:
 
     @property
     def agreement(self) -> str:
-        """What must be the same on all ranks."""
+        """Text that must be the same on all ranks."""
         return f"{self.name}{self.dtype or ''}{'?' * self.may_lack}"
 
     def fold(self, operands: Iterable[Any], count: int) -> Any:
-        """The result of so many prepared operands, in rank order."""
+        """Combine ``count`` prepared operands, in rank order, and finish the result."""
         return self.finish(functools.reduce(self.combine, operands), count)
 
     def alone(self, obj: Any) -> Any:
-        """The result in a world of one."""
+        """Return the result in a world of one."""
         return self.present(self.fold([self.prepare(obj, 0)], 1))
 
 
 class Extreme(NamedTuple):
-    """What ``argmin`` and ``argmax`` give.
+    """The result of ``argmin`` and ``argmax``.
 
     Attributes:
         value: the least or greatest operand.
-        rank: the lowest rank within the group that gave it.
+        rank: the lowest rank within the group that passed it.
     """
 
     value: Any
     rank: Any
 
 
-#: What torch's own collectives call them.
+#: The operators of torch's own collectives.
 REDUCE_OPS: dict[str, NamedOperator] = {
     "SUM": "sum",
     "PRODUCT": "prod",
@@ -150,17 +151,17 @@ def operator_for(
     dtype: torch.dtype | None = None,
     missing: str = "error",
 ) -> Operator:
-    """What ``op=`` means, and what a reduction's other arguments say of it.
+    """Return the operator that ``op=`` and a reduction's other arguments describe.
 
     Args:
-        op: as the user gave it, like the last two.
-        operation: what the user has called, for an error's text.
-        dtype: in which to add up.
+        op: as the user passed it, like ``dtype`` and ``missing``.
+        operation: the operation that the user called, for error messages.
+        dtype: dtype in which to accumulate tensors.
         missing: ``"error"`` or ``"skip"``.
 
     Raises:
-        UsageError: ``op`` is neither callable, nor an ``Op``, nor one of the names; or the others
-            make no sense, or not for this operator.
+        UsageError: ``op`` is not a callable, an ``Op`` or a known name; or another argument is
+            invalid, or does not apply to this operator.
     """
     found = _operator_of(op)
     said_by = f"{operation}: " if operation else ""
@@ -171,7 +172,7 @@ def operator_for(
             f"{said_by}op={op!r} must be a callable of two objects, an objcomm.Op or one of "
             f"{', '.join(sorted(_NAMED))}{hint}"
         )
-    if missing not in ("error", "skip"):  # no set: a list has no hash
+    if missing not in ("error", "skip"):  # not a set, because a list is not hashable
         raise UsageError(f"{said_by}missing={missing!r} must be 'error' or 'skip'")
     if missing == "skip" and found.elementwise is None:
         raise UsageError(
@@ -198,12 +199,12 @@ def _check_dtype(operator: Operator, dtype: object, said_by: str) -> None:
 
 def _operator_of(op: object) -> Operator | None:
     if isinstance(op, Op):
-        # What decides about the way must agree, or ranks would wait for each other.
+        # Whatever selects the algorithm must be equal, or ranks would wait for each other.
         name = "callable" + " commutative" * op.commutative + " slow" * op.slow
         return Operator(
             name, op.fn, is_commutative=op.commutative, is_slow=op.slow, identity=op.identity
         )
-    if type(op).__name__ == "RedOpType":  # a torch.distributed.ReduceOp, callable by accident
+    if type(op).__name__ == "RedOpType":  # a torch.distributed.ReduceOp, accidentally callable
         op = REDUCE_OPS.get(getattr(op, "name", ""))
     if callable(op):
         return Operator("callable", op)
@@ -211,19 +212,19 @@ def _operator_of(op: object) -> Operator | None:
 
 
 def numpy() -> Any:
-    """It is optional."""
-    import numpy as np  # noqa: PLC0415  # not sooner
+    """Import numpy, which is optional."""
+    import numpy as np  # noqa: PLC0415  # only when needed
 
     return np
 
 
 def is_numpy(obj: object) -> bool:
-    """Arrays and numpy's scalars."""
+    """Return whether it is an array or a numpy scalar."""
     return type(obj).__module__ == "numpy" and hasattr(obj, "dtype")
 
 
 def is_array(obj: object) -> bool:
-    """Tensors and arrays; numpy's scalars count as numbers."""
+    """Return whether it is a tensor or an array; numpy scalars count as numbers."""
     return isinstance(obj, torch.Tensor) or (is_numpy(obj) and type(obj).__name__ == "ndarray")
 
 
@@ -232,18 +233,18 @@ def _is_numpy_integer(obj: Any) -> bool:
 
 
 def _is_nan(obj: Any) -> Any:
-    """Where an array, or whether a number, is not a number."""
-    return obj != obj  # noqa: PLR0124  # true of a NaN alone, in Python, torch and numpy
+    """Return whether a number, or each element of an array, is NaN."""
+    return obj != obj  # noqa: PLR0124  # True only for NaN in Python, torch and numpy
 
 
 def _form_of(obj: Any) -> str:
-    """Kind, dtype and shape as text."""
+    """Return kind, dtype and shape as text."""
     kind = f"a {type(obj).__module__}.{type(obj).__qualname__}".replace("builtins.", "")
     return f"{kind} of {obj.dtype}, shape {tuple(obj.shape)}" if is_array(obj) else kind
 
 
 def _must_match(ours: str, theirs: str) -> None:
-    """Hold two forms against each other.
+    """Compare the forms of two operands.
 
     Raises:
         UsageError: they differ.
@@ -253,21 +254,21 @@ def _must_match(ours: str, theirs: str) -> None:
 
 
 def _alike(combine: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Refuse arrays of other kinds, dtypes or shapes, which would be converted or stretched."""
+    """Reject arrays of different kinds, dtypes or shapes, which would be converted or broadcast."""
 
     def checked(left: Any, right: Any) -> Any:
         if not (is_array(left) or is_array(right)):
             return combine(left, right)
         _must_match(_form_of(left), _form_of(right))
         combined = combine(left, right)
-        # NumPy turns arrays without dimensions into scalars.
+        # NumPy turns zero-dimensional arrays into scalars.
         return combined if is_array(combined) else numpy().asarray(combined)
 
     return checked
 
 
 def _without_wrapping(combine: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Combine numpy's integer scalars as Python's; the result is numpy's again where it fits."""
+    """Combine numpy integer scalars as Python ints; convert the result back if it fits."""
 
     def combined(left: Any, right: Any) -> Any:
         if not (_is_numpy_integer(left) or _is_numpy_integer(right)):
@@ -286,24 +287,24 @@ _CONTAINERS = (Mapping, list, tuple, set, frozenset, str, bytes, bytearray, type
 
 
 def _combinable(obj: Any, _: int = 0) -> Any:
-    """Refuse what ``+`` would join and ``min`` would compare."""
+    """Reject objects that ``+`` would join or ``min`` would compare."""
     if isinstance(obj, _CONTAINERS):
         raise UsageError(
             f"this named op combines numbers, tensors and arrays, not a {type(obj).__name__}; "
             "give another op, such as 'concat' or 'union', or a callable of two objects"
         )
-    # The fold runs on one rank, and must not leave a history of gradients on that rank alone.
+    # The fold runs on one rank and must not record gradient history on that rank alone.
     return obj.detach() if isinstance(obj, torch.Tensor) else obj
 
 
 def _number(obj: Any, _: int = 0) -> Any:
-    """What can be added or multiplied: a bool counts as 0 or 1, at every world size."""
+    """Return an operand to add or multiply; a bool counts as 0 or 1, whatever the world size."""
     is_bool = isinstance(obj, bool) or (is_numpy(obj) and type(obj).__name__ in ("bool", "bool_"))
     return int(obj) if is_bool else _combinable(obj)
 
 
 class _Sum(NamedTuple):
-    """A sum on its way to be a mean."""
+    """A sum that will become a mean."""
 
     form: str
     dtype: Any
@@ -311,12 +312,12 @@ class _Sum(NamedTuple):
 
 
 def _to_average(obj: Any, _: int = 0) -> Any:
-    """What can be added up and divided without losing digits that the mean needs."""
+    """Convert to a type that can be added and divided without losing digits of the mean."""
     obj = _number(obj)
     if isinstance(obj, torch.Tensor):
         return _Sum(_form_of(obj), obj.dtype, obj.to(wide_dtype("mean", obj.dtype, None)))
     if is_numpy(obj):
-        # At least double: a long double and a complex number stay what they are.
+        # At least double precision; long doubles and complex numbers keep their type.
         double = numpy().promote_types(obj.dtype, "float64")
         return _Sum(_form_of(obj), obj.dtype, obj.astype(double))
     return _Sum("a number", None, obj)
@@ -348,9 +349,9 @@ def _truth(obj: Any, _: int = 0) -> Any:
 
 
 def _is_taken(is_better: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
-    """Whether the right one is better, or where; the left one, of the lower rank, where they tie.
+    """Return whether, or for which elements, the right one is better; ties keep the lower rank's.
 
-    A NaN is contagious: it is the least and the greatest, wherever it stands.
+    NaN propagates: it counts as both the least and the greatest.
     """
     if not (is_array(left) or is_array(right)):
         return not _is_nan(left) and (_is_nan(right) or is_better(right, left))
@@ -370,7 +371,7 @@ def _extreme(is_better: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _located(obj: Any, rank: int) -> Any:
-    """An operand and, for each of its elements, whose it is."""
+    """Return an operand with the rank that passed it, once per element of an array."""
     obj = _combinable(obj)
     if isinstance(obj, torch.Tensor):
         return obj, torch.full_like(obj, rank, dtype=torch.int64)
@@ -400,7 +401,7 @@ def _sequence(obj: Any, _: int = 0) -> Any:
 
 
 def _concatenated(left: Any, right: Any) -> Any:
-    """Two of the same kind, one behind the other along their first dimension.
+    """Join two operands of the same kind; arrays along their first dimension.
 
     Raises:
         UsageError: their kinds, dtypes or other dimensions differ.
@@ -428,7 +429,7 @@ def _set_or_mapping(obj: Any, _: int = 0) -> Any:
 
 
 def _united(left: Any, right: Any) -> Any:
-    """Members of either; the lower ranks' come first in a dict.
+    """Return the members of both; in a dict, those of the lower ranks come first.
 
     Raises:
         UsageError: a key has different values, or one is a dict and the other a set.
@@ -448,7 +449,7 @@ def _united(left: Any, right: Any) -> Any:
 def _are_equal(left: Any, right: Any) -> bool:
     if left is right:
         return True
-    # A list of tensors has no truth value; what cannot be compared differs.
+    # A list of tensors has no truth value. Values that cannot be compared count as different.
     with contextlib.suppress(Exception):
         if is_array(left) or is_array(right):
             return _form_of(left) == _form_of(right) and bool((left == right).all())
@@ -457,7 +458,7 @@ def _are_equal(left: Any, right: Any) -> bool:
 
 
 def _counted(obj: Any, _: int = 0) -> Any:
-    # Texts are iterables, too, but nobody counts letters of ranks by mistake only once.
+    # Strings are iterable, too, but counting their characters is more likely a mistake.
     if isinstance(obj, (str, bytes)):
         raise UsageError(f"counter counts the members of an iterable; put the {obj!r} into a list")
     return dict(collections.Counter(obj))
@@ -471,7 +472,7 @@ def _counts_added(left: Any, right: Any) -> Any:
 
 _add, _multiply = _alike(_without_wrapping(operator.add)), _alike(_without_wrapping(operator.mul))
 
-# In torch's minimum and maximum, too, a NaN is contagious.
+# torch.minimum and torch.maximum propagate NaN, too.
 _NAMED: dict[str, Operator] = {
     each.name: each
     for each in (
@@ -494,11 +495,11 @@ _WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int3
 _HALF = frozenset({torch.float16, torch.bfloat16})
 _WIDE = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
 
-#: What is combined element by element; other dtypes have no arithmetic of their own in torch.
+#: Dtypes that are combined element by element; torch has no arithmetic for the others.
 DTYPES = _WHOLE | _HALF | _WIDE
 
-# Below 32,768 elements torch works on the calling thread alone. Where every core has a rank,
-# threads that wait for each other made a reduction 8 times slower; and so much stays in the cache.
+# Below 32,768 elements, torch works on the calling thread alone. With a rank on every core, threads
+# that wait for each other made a reduction 8 times slower. A chunk this small also stays in cache.
 _CHUNK_NUMEL = 30_720
 
 
@@ -507,24 +508,24 @@ def _has_fractions(dtype: torch.dtype) -> bool:
 
 
 def operand_dtype(op: str, dtype: torch.dtype) -> torch.dtype:
-    """What travels of a tensor: a truth value is one byte."""
+    """Return the dtype in which a tensor is sent: truth values take one byte."""
     return torch.bool if op in {"any", "all"} else dtype
 
 
 def result_dtype(op: str, dtype: torch.dtype) -> torch.dtype:
-    """What comes back: its own dtype, but float64 for the mean of integers."""
+    """Return the dtype of a result: the operand's, but float64 for the mean of integers."""
     if op == "mean" and not _has_fractions(dtype):
         return torch.float64
     return operand_dtype(op, dtype)
 
 
 def wide_dtype(op: str, dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """In which dtype sums and products are added up before they are rounded, once.
+    """Return the dtype in which sums and products accumulate before they are rounded once.
 
     Args:
         op: the operator's name.
-        dtype: the operands'.
-        wanted: what the user asked for; never narrower than the operands, nor used for integers.
+        dtype: dtype of the operands.
+        wanted: dtype that the user passed. It never narrows the operands, and integers ignore it.
     """
     if op not in _ADDING:
         return operand_dtype(op, dtype)
@@ -542,9 +543,10 @@ def combine_tensors(
 
     Args:
         op: the operator's name.
-        operands: flat and of one length, in ``operand_dtype``; they are not changed.
-        into: where the result goes, in ``result_dtype``; it may not overlap the operands, but
-            for ``mean``, where it may be one of them.
+        operands: flat, of equal length, in ``operand_dtype``; not modified unless one of them is
+            ``into``.
+        into: receives the result, in ``result_dtype``. It must not overlap the operands, except
+            that for ``mean`` it may be one of them.
         wide: see ``wide_dtype``.
     """
     combine: Any = _NAMED[op].elementwise
@@ -560,14 +562,14 @@ def combine_tensors(
 
 
 def average_tensors(operands: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-    """The mean as DistributedDataParallel takes it: shares of each are added up in rank order.
+    """Compute the mean as DistributedDataParallel does: add up each operand's share, in rank order.
 
-    No sum can overflow where the mean does not. Halves are added up in float32, the others in
-    their own dtype.
+    The sum cannot overflow unless the mean does. Half-precision operands are accumulated in
+    float32, others in their own dtype.
 
     Args:
-        operands: floating or complex, flat and of one length.
-        into: where the result goes; it may be one of them.
+        operands: floating-point or complex, flat and of equal length.
+        into: receives the result; may be one of the operands.
     """
     share = 1 / len(operands)
     wide = wide_dtype("sum", into.dtype, None)

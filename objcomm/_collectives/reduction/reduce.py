@@ -1,7 +1,7 @@
-"""Objects of all ranks, or of all up to this one, into one: ``reduce``, ``scan`` and their kin.
+"""``reduce``, ``all_reduce``, ``scan`` and ``exscan``: combine objects of all or lower ranks.
 
-``leafwise`` goes leaf by leaf through containers, for the named operators of reductions that do so;
-``folding`` combines whole objects, for all others and for scans.
+``leafwise`` goes through containers leaf by leaf, for the named operators of reductions that do so.
+``folding`` combines whole objects, for all other operators and for scans.
 """
 
 from collections import Counter
@@ -115,51 +115,54 @@ def reduce(
     Every rank of ``group`` must call this, with the same operator.
 
     Args:
-        obj: this rank's operand; it is not changed, even where ``op`` changes its arguments.
-        op: a callable of two objects, which must be associative and may change and return its
-            left one; an ``objcomm.Op``; or a name. ``sum``, ``prod``, ``min``, ``max``, ``mean``,
+        obj: this rank's operand. It is not modified, even if ``op`` modifies its arguments.
+        op: a callable of two objects, which must be associative and may modify and return its left
+            argument; an ``objcomm.Op``; or a name. ``sum``, ``prod``, ``min``, ``max``, ``mean``,
             ``any`` and ``all`` combine numbers, tensors and arrays, and go leaf by leaf through
-            dicts, lists, tuples, named tuples and dataclasses, however nested. Integers stay
-            integers of any size; the mean of integers is a float; tensors and arrays keep dtype,
-            shape and device, but the mean of integer ones is float64; a NaN is the least and the
-            greatest. Texts, bytes and None in containers must be equal and come back. The others
-            take whole objects: ``argmin`` and ``argmax`` give a tuple ``(value, rank)``, the
-            lowest group rank where operands tie; ``concat`` joins lists, tuples, texts, bytes,
-            tensors and arrays; ``union`` unites sets and dicts, in which a key may not have two
-            values; ``counter`` counts the members of iterables.
+            dicts, lists, tuples, named tuples and dataclasses, nested to any depth. Integers
+            remain integers of any size, but the mean of integers is a float. Tensors and arrays
+            keep their dtype, shape and device, but the mean of integer ones is float64. ``min``
+            and ``max`` propagate NaN. ``any`` and ``all`` take the truth value of every leaf. For
+            the others, strings, bytes, None, enum members, dtypes and devices in containers must
+            be equal on all ranks and are returned as they are. The remaining names take whole
+            objects: ``argmin`` and ``argmax`` return a tuple ``(value, rank)``, with the lowest
+            group rank if operands tie; ``concat`` joins lists, tuples, strings, bytes, tensors and
+            arrays; ``union`` merges sets, or dicts in which no key has two values; ``counter``
+            counts the members of iterables.
         dst: global rank that gets the result.
-        group_dst: the same as a rank within the group; give one. Neither: the group's first rank.
-        dtype: floating dtype in which ``sum``, ``prod`` and ``mean`` add up tensors of fractions;
-            results come back in the leaf's own. If None: float32 for halves, float64 for means,
-            the leaf's own for the rest.
-        missing: ``"skip"`` lets keys of dicts be missing on some ranks; each leaf is combined, and
-            averaged, over the ranks that have it, and comes back on all.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        codec: what encodes operands.
-        device: the device to place received operands on, and so the result.
-        confirm: make every rank wait, and raise, if the result could not be made.
-        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-        allow: what a received pickle may name here, as in ``objcomm.configure``.
-        async_op: return at once; the result is the work's. Buffers of tensors and arrays in ``obj``
-            must not change before its ``wait`` returns, and ``op`` is called on another thread.
+        group_dst: the destination as a rank within the group, instead of ``dst``. With neither,
+            the group's first rank is the destination.
+        dtype: floating-point or complex dtype in which ``sum``, ``prod`` and ``mean`` accumulate
+            tensors of such dtypes; results have the leaf's dtype. None means float32 for
+            half-precision leaves, float64 or complex128 for means, and otherwise the leaf's dtype.
+        missing: ``"skip"`` allows dict keys to be missing on some ranks. Each leaf is then
+            combined, or averaged, over the ranks that have it, and all ranks get the result.
+        name: name of this call; see ``objcomm.broadcast``.
+        group: process group or one-dimensional device mesh; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
+        codec: name of the codec that encodes operands.
+        device: device on which to place received operands, and so the result.
+        confirm: make every rank wait, and raise on all if the result could not be computed.
+        accept: codecs this rank accepts in this call; see ``objcomm.configure``.
+        allow: what a received pickle may name in this call; see ``objcomm.configure``.
+        async_op: return a ``Work`` immediately; its ``wait`` returns the result. Do not modify
+            tensors or arrays in ``obj`` before ``wait`` returns. ``op`` runs on another thread.
 
     Returns:
-        The result on the destination, ``None`` elsewhere. In a world of one a callable is not
-        called and ``obj`` comes back.
+        The result on the destination, ``None`` on other ranks. In a world of one, a callable
+        ``op`` is not called and ``obj`` itself is returned.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
-        CollectiveError: an operand could not be encoded or decoded, or ``op`` raised. The
-            destination and the rank where it happened. With an op that goes leaf by leaf also:
-            two ranks' structures differ; every rank, before a large tensor moves, and the error
-            names the path and the two.
-        DesyncError: another rank is in another operation, or gave another name or another named
+        CollectiveError: an operand could not be encoded or decoded, or ``op`` raised. Raised on
+            the destination and on the rank that failed. For an operator that goes leaf by leaf,
+            also: two ranks' structures differ. Raised on every rank before any large tensor is
+            sent; it names the path and the two ranks.
+        DesyncError: another rank is in another operation, or passed another name or another named
             operator.
-        TransportTimeout: the limit passed. Every rank that still waited.
-        TransportError: a rank died. Every rank that waited for it.
+        TransportTimeout: the timeout expired. Raised on every rank that was still waiting.
+        TransportError: a rank died. Raised on every rank that was waiting for it.
 
     Examples:
         >>> import objcomm
@@ -228,38 +231,40 @@ def all_reduce(
 ) -> T | float | Work[Any]:
     """Combine the objects of all ranks, in rank order, onto every rank.
 
-    Every rank of ``group`` must call this, with the same operator. The result is computed once and
-    sent, so it is bit-identical on all ranks.
+    Every rank of ``group`` must call this, with the same operator. Each part of the result is
+    computed on one rank and sent to the others, so the result is bit-identical on all ranks.
 
     Args:
-        obj: this rank's operand; it is not changed, even where ``op`` changes its arguments.
+        obj: this rank's operand. It is not modified, even if ``op`` modifies its arguments.
         op: as in ``reduce``.
         dtype: as in ``reduce``.
         missing: as in ``reduce``.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        codec: what encodes operands and the result.
-        device: the device to place received tensors on.
-        confirm: wait until every rank has decoded, and raise everywhere if one could not.
-        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-        allow: what a received pickle may name here, as in ``objcomm.configure``.
-        async_op: return at once; the result is the work's. Buffers of tensors and arrays in ``obj``
-            must not change before its ``wait`` returns, and ``op`` is called on another thread.
+        name: name of this call; see ``objcomm.broadcast``.
+        group: process group or one-dimensional device mesh; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
+        codec: name of the codec that encodes operands and the result.
+        device: device on which to place received tensors.
+        confirm: wait until every rank has decoded, and raise on every rank if any rank failed to.
+        accept: codecs this rank accepts in this call; see ``objcomm.configure``.
+        allow: what a received pickle may name in this call; see ``objcomm.configure``.
+        async_op: return a ``Work`` immediately; its ``wait`` returns the result. Do not modify
+            tensors or arrays in ``obj`` before ``wait`` returns. ``op`` runs on another thread.
 
     Returns:
-        The result. In a world of one a callable is not called and ``obj`` comes back.
+        The result. In a world of one, a callable ``op`` is not called and ``obj`` itself is
+        returned.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: an operand could not be encoded or decoded, ``op`` raised, or two ranks'
-            structures differ; the error names the path and the two. Every rank.
-        DecodeError: the result could not be rebuilt. That rank only; later calls work.
-        DesyncError: another rank is in another operation, or gave another name or another named
+            structures differ, in which case it names the path and the two ranks. Raised on every
+            rank.
+        DecodeError: the result could not be rebuilt. Raised on that rank only; later calls work.
+        DesyncError: another rank is in another operation, or passed another name or another named
             operator.
-        TransportTimeout: the limit passed. Every rank that still waited.
-        TransportError: a rank died. Every rank that waited for it.
+        TransportTimeout: the timeout expired. Raised on every rank that was still waiting.
+        TransportError: a rank died. Raised on every rank that was waiting for it.
 
     Examples:
         >>> import objcomm
@@ -308,40 +313,40 @@ def scan(
     allow: Iterable[Allowed] | None = None,
     async_op: bool = False,
 ) -> T | float | Work[Any]:
-    """Combine the objects of all ranks up to this one, in rank order.
+    """Combine the objects of the ranks up to and including this one, in rank order.
 
     Every rank of ``group`` must call this, with the same operator.
 
     Args:
-        obj: this rank's operand; it is not changed, even where ``op`` changes its arguments.
-        op: as in ``reduce``; but the named ones that go leaf by leaf there take a number, a tensor
-            or an array here, and no container of them. ``mean`` gives each rank
-            the mean of those up to it.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        codec: what encodes operands and results.
-        device: the device to place received tensors on.
-        confirm: wait until every rank has decoded, and raise everywhere if one could not.
-        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-        allow: what a received pickle may name here, as in ``objcomm.configure``.
-        async_op: return at once; the result is the work's. Buffers of tensors and arrays in ``obj``
-            must not change before its ``wait`` returns, and ``op`` is called on another thread.
+        obj: this rank's operand. It is not modified, even if ``op`` modifies its arguments.
+        op: as in ``reduce``, except that the named operators that ``reduce`` applies leaf by leaf
+            accept only a number, a tensor or an array here, not a container of them. With
+            ``mean``, each rank gets the mean of the operands up to its own.
+        name: name of this call; see ``objcomm.broadcast``.
+        group: process group or one-dimensional device mesh; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
+        codec: name of the codec that encodes operands and results.
+        device: device on which to place received tensors.
+        confirm: wait until every rank has decoded, and raise on every rank if any rank failed to.
+        accept: codecs this rank accepts in this call; see ``objcomm.configure``.
+        allow: what a received pickle may name in this call; see ``objcomm.configure``.
+        async_op: return a ``Work`` immediately; its ``wait`` returns the result. Do not modify
+            tensors or arrays in ``obj`` before ``wait`` returns. ``op`` runs on another thread.
 
     Returns:
-        On rank i of the group the combination of the operands of ranks 0 to i. On the group's
-        first rank no callable is called, and ``obj`` itself comes back.
+        On rank i of the group, the combination of the operands of ranks 0 to i. On the group's
+        first rank, a callable ``op`` is not called and ``obj`` itself is returned.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
-        CollectiveError: an operand could not be encoded or decoded, or ``op`` raised. Every rank,
-            also those before the one where it happened.
-        DecodeError: the result could not be rebuilt. That rank only; later calls work.
-        DesyncError: another rank is in another operation, or gave another name or another named
+        CollectiveError: an operand could not be encoded or decoded, or ``op`` raised. Raised on
+            every rank, including those before the rank that failed.
+        DecodeError: the result could not be rebuilt. Raised on that rank only; later calls work.
+        DesyncError: another rank is in another operation, or passed another name or another named
             operator.
-        TransportTimeout: the limit passed. Every rank that still waited.
-        TransportError: a rank died. Every rank that waited for it.
+        TransportTimeout: the timeout expired. Raised on every rank that was still waiting.
+        TransportError: a rank died. Raised on every rank that was waiting for it.
 
     Examples:
         >>> import objcomm
@@ -394,41 +399,41 @@ def exscan(
     allow: Iterable[Allowed] | None = None,
     async_op: bool = False,
 ) -> T | float | Work[Any] | None:
-    """Combine the objects of all ranks before this one, in rank order.
+    """Combine the objects of the ranks before this one, in rank order.
 
-    Every rank of ``group`` must call this, with the same operator. Given each rank's number of
-    lines, ``exscan(count)`` says where each begins.
+    Every rank of ``group`` must call this, with the same operator. If ``count`` is the number of
+    lines on each rank, ``exscan(count)`` is the position of the rank's first line.
 
     Args:
-        obj: this rank's operand; it is not changed, even where ``op`` changes its arguments.
-        op: as in ``reduce``; but the named ones that go leaf by leaf there take a number, a tensor
-            or an array here, and no container of them. ``mean`` gives each rank
-            the mean of those before it.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        codec: what encodes operands and results.
-        device: the device to place received tensors on.
-        confirm: wait until every rank has decoded, and raise everywhere if one could not.
-        accept: codecs that this rank decodes here, as in ``objcomm.configure``.
-        allow: what a received pickle may name here, as in ``objcomm.configure``.
-        async_op: return at once; the result is the work's. Buffers of tensors and arrays in ``obj``
-            must not change before its ``wait`` returns, and ``op`` is called on another thread.
+        obj: this rank's operand. It is not modified, even if ``op`` modifies its arguments.
+        op: as in ``reduce``, except that the named operators that ``reduce`` applies leaf by leaf
+            accept only a number, a tensor or an array here, not a container of them. With
+            ``mean``, each rank gets the mean of the operands before its own.
+        name: name of this call; see ``objcomm.broadcast``.
+        group: process group or one-dimensional device mesh; None means the world.
+        timeout: seconds or timedelta; None uses the group's timeout.
+        codec: name of the codec that encodes operands and results.
+        device: device on which to place received tensors.
+        confirm: wait until every rank has decoded, and raise on every rank if any rank failed to.
+        accept: codecs this rank accepts in this call; see ``objcomm.configure``.
+        allow: what a received pickle may name in this call; see ``objcomm.configure``.
+        async_op: return a ``Work`` immediately; its ``wait`` returns the result. Do not modify
+            tensors or arrays in ``obj`` before ``wait`` returns. ``op`` runs on another thread.
 
     Returns:
-        On rank i of the group the combination of the operands of ranks 0 to i - 1; on the group's
-        first rank, which has none before it, the ``identity`` of an ``Op``, else ``None``.
+        On rank i of the group, the combination of the operands of ranks 0 to i - 1. On the group's
+        first rank, the ``identity`` of an ``Op``, otherwise ``None``.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
-        CollectiveError: an operand could not be encoded or decoded, or ``op`` raised. Every rank,
-            also those before the one where it happened.
-        DecodeError: the result could not be rebuilt. That rank only; later calls work.
-        DesyncError: another rank is in another operation, or gave another name or another named
+        CollectiveError: an operand could not be encoded or decoded, or ``op`` raised. Raised on
+            every rank, including those before the rank that failed.
+        DecodeError: the result could not be rebuilt. Raised on that rank only; later calls work.
+        DesyncError: another rank is in another operation, or passed another name or another named
             operator.
-        TransportTimeout: the limit passed. Every rank that still waited.
-        TransportError: a rank died. Every rank that waited for it.
+        TransportTimeout: the timeout expired. Raised on every rank that was still waiting.
+        TransportError: a rank died. Raised on every rank that was waiting for it.
 
     Examples:
         >>> import objcomm
@@ -454,7 +459,7 @@ def exscan(
 
 
 def _reduced(call: Call, operator: Operator, obj: Any, root: int | None) -> Callable[[], Any]:
-    """Both reductions: onto ``root``, or onto every rank if it is None."""
+    """Run a reduction onto ``root``, or onto every rank if it is None."""
     is_leafwise = operator.elementwise is not None
     reduced = partial(alone, operator) if is_leafwise else operator.alone
     way = TreeReduction if is_leafwise else Folding
@@ -462,7 +467,7 @@ def _reduced(call: Call, operator: Operator, obj: Any, root: int | None) -> Call
 
 
 def _scanned(call: Call, operator: Operator, obj: Any, first: int) -> Callable[[], Any]:
-    """Both scans; ``first`` is the lowest rank that gets a combination."""
+    """Run a scan; ``first`` is the lowest rank that gets a combination."""
     begin = partial(Scanning, call, operator, obj, first)
     return _combined(call, lambda: operator.identity if first else operator.alone(obj), begin)
 
@@ -470,10 +475,10 @@ def _scanned(call: Call, operator: Operator, obj: Any, first: int) -> Callable[[
 def _combined(
     call: Call, alone: Callable[[], Any], begin: Callable[[], Folding | Scanning | TreeReduction]
 ) -> Callable[[], Any]:
-    """The rest of a call that combines what all ranks have; ``alone`` is for a world of one."""
+    """Return the rest of a call that combines operands; ``alone`` is for a world of one."""
     if call.is_alone:
         return partial(call.alone, alone)
-    combining: Any = begin()  # the three have the same methods
+    combining: Any = begin()  # all three have the same methods
 
     def rest() -> Any:
         with call.exchange as exchange:
