@@ -1,6 +1,6 @@
-"""Tensors that ranks combine element by element, cut into pieces: one rank computes each.
+"""Tensors that ranks combine element by element, cut into pieces that one rank each computes.
 
-Every rank cuts the same way, from what the ranks have agreed on.
+Every rank cuts the same way, based on what all ranks agreed on.
 """
 
 import ctypes
@@ -12,12 +12,12 @@ import torch
 
 from objcomm._codecs.buffers import COPIED_MAX_NBYTES
 
-# Less is not worth an owner of its own.
+# Fewer bytes are not worth a separate owner.
 _BATCH_MIN_NBYTES = 256 << 10
-# Nor is less at the end of a batch worth a piece of what follows.
+# Less space than this at the end of a batch is not worth cutting the next part for.
 _CUT_MIN_NBYTES = 16 << 10
-# So many batches for each owner let it combine one while the next arrives. 4 MiB among 2 and 4
-# ranks on 2 cores: with 2 pieces 10.2 and 22.8 ms, with 4 12.1 and 24.5, with 1 10.2 and 20.2.
+# With this many batches per owner, it combines one while the next arrives. 4 MiB among 2 and 4
+# ranks on 2 cores took 10.2 and 22.8 ms with 2 batches, 12.1 and 24.5 with 4, 10.2 and 20.2 with 1.
 _BATCHES_FOR_EACH_OWNER = 2
 
 _ALIGNMENT = 64
@@ -26,17 +26,17 @@ Combine = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 
 
 class Part(NamedTuple):
-    """One tensor of this rank's in a reduction.
+    """One of this rank's tensors in a reduction.
 
     Attributes:
-        operand: flat and contiguous in CPU memory; None where this rank has none.
+        operand: flat and contiguous in memory; None if this rank has none.
         result: flat and contiguous; None on a rank that gets no result.
-        dtype: the operand's on all ranks.
-        result_dtype: the result's.
-        numel: elements.
+        dtype: dtype of the operand on all ranks.
+        result_dtype: dtype of the result.
+        numel: number of elements.
         present: the ranks that have an operand, in order; at least one.
         combine: computes the result's elements from those of ``present``.
-        kind: parts of one kind may share a piece; they agree in all but numel.
+        kind: parts of the same kind may share a piece; they agree in everything but numel.
     """
 
     operand: torch.Tensor | None
@@ -51,11 +51,11 @@ class Part(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """Neighbouring elements that travel as one; the same picture on all ranks.
+    """Adjacent elements that are sent together; all ranks have the same pieces.
 
     Attributes:
-        spans: parts, each with where its elements begin and end there.
-        numel: elements of all of them.
+        spans: parts, each with the start and stop of its elements within the part.
+        numel: number of elements of all spans.
     """
 
     spans: list[tuple[Part, int, int]]
@@ -63,40 +63,40 @@ class Piece:
 
     @property
     def about(self) -> Part:
-        """Any of its parts, which agree in dtype, operator and ranks."""
+        """One of its parts, all of which agree in dtype, operator and ranks."""
         return self.spans[0][0]
 
     @property
     def operand_nbytes(self) -> int:
-        """Of one rank's operand."""
+        """Bytes of one rank's operand."""
         return self.numel * self.about.dtype.itemsize
 
     @property
     def result_nbytes(self) -> int:
-        """Of the result."""
+        """Bytes of the result."""
         return self.numel * self.about.result_dtype.itemsize
 
     @property
     def room_nbytes(self) -> int:
-        """Enough for either, so that what follows is aligned."""
+        """Space for an operand or a result, rounded up for alignment."""
         return aligned(max(self.operand_nbytes, self.result_nbytes))
 
     @property
     def operand(self) -> torch.Tensor | None:
-        """This rank's elements where they lie together; None if they are to be packed."""
+        """This rank's elements if they are contiguous; None if they must be packed."""
         part, start, stop = self.spans[0]
         return None if len(self.spans) > 1 or part.operand is None else part.operand[start:stop]
 
     @property
     def result(self) -> torch.Tensor | None:
-        """The result's place, if it is one; None if it is to be unpacked, or not wanted here."""
+        """Where the result goes; None if it must be unpacked, or is not wanted here."""
         part, start, stop = self.spans[0]
         return None if len(self.spans) > 1 or part.result is None else part.result[start:stop]
 
     def pack(self, into: torch.Tensor) -> torch.Tensor:
-        """Copy this rank's elements into memory that is as long or longer; they are given there."""
+        """Copy this rank's elements to the start of ``into``, and return them there."""
         packed = into[: self.operand_nbytes].view(self.about.dtype)
-        # A rank has an operand of all parts of a piece, or of none.
+        # A rank has operands for all parts of a piece, or for none.
         operands = [
             part.operand[start:stop] for part, start, stop in self.spans if part.operand is not None
         ]
@@ -107,7 +107,7 @@ class Piece:
         return packed
 
     def unpack(self, packed: torch.Tensor) -> None:
-        """Copy the result to where this rank wants it, if it does."""
+        """Copy the result to where this rank wants it, if it wants it."""
         results = [
             part.result[start:stop] for part, start, stop in self.spans if part.result is not None
         ]
@@ -119,29 +119,28 @@ class Piece:
 
 
 class Batch(NamedTuple):
-    """Pieces that a rank combines together, because each wait costs a message of its own."""
+    """Pieces that a rank combines together, because each wait costs a message."""
 
     owner: int
     pieces: list[Piece]
 
     def of(self, rank: int) -> list[Piece]:
-        """The pieces that ``rank`` has operands of."""
+        """Return the pieces for which ``rank`` has operands."""
         return [piece for piece in self.pieces if rank in piece.about.present]
 
 
 def nbytes_of(parts: Sequence[Part]) -> int:
-    """How long one rank's operands are together."""
+    """Return the bytes of all of one rank's operands."""
     return sum(part.numel * part.dtype.itemsize for part in parts)
 
 
 def batches(parts: Sequence[Part], size: int, most_nbytes: int) -> list[Batch]:
-    """Neighbouring pieces together, and each batch's owner in turn.
+    """Group adjacent pieces into batches; the ranks own them in rotation.
 
     Args:
         parts: in the same order on all ranks.
         size: number of ranks.
-        most_nbytes: what the operands of a batch need at most, and so do its results; a multiple
-            of 64.
+        most_nbytes: limit for the operands of a batch, and for its results; a multiple of 64.
     """
     fair = aligned(-(-nbytes_of(parts) // (size * _BATCHES_FOR_EACH_OWNER)))
     limit = min(max(fair, _BATCH_MIN_NBYTES), most_nbytes)
@@ -176,7 +175,7 @@ def batches(parts: Sequence[Part], size: int, most_nbytes: int) -> list[Batch]:
 
 
 def _itemsize(part: Part) -> int:
-    """Bytes of an element, of the operand or of the result."""
+    """Return the bytes of an element of the operand or the result, whichever is larger."""
     return max(part.dtype.itemsize, part.result_dtype.itemsize)
 
 
@@ -185,7 +184,7 @@ def _room_nbytes(part: Part) -> int:
 
 
 def _bags(parts: Sequence[Part], limit: int) -> list[Piece]:
-    """Small parts of the same kind together."""
+    """Group small parts of the same kind."""
     bags: list[Piece] = []
     open_bags: dict[object, Piece] = {}
     for part in parts:
@@ -204,5 +203,5 @@ def copy(flat: torch.Tensor, into: torch.Tensor) -> None:
 
 
 def aligned(nbytes: int) -> int:
-    """So many bytes or some more, so that what follows is aligned."""
+    """Round a number of bytes up to a multiple of the alignment."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,10 +1,10 @@
-"""Large tensors combined by ranks that all share a host: each reads the others' operands in place.
+"""Large tensors combined by ranks that share a host; each reads the others' operands in place.
 
-Every rank copies its operands, a batch for each owner at a time, to where the owner reads them, and
-the owner writes the results to where all read them. A word from each rank to each other one stands
-between these steps. The memory is that of a few pieces and used again and again, so it stays in the
-processor's cache. 64 MiB among 4 ranks on 2 cores took half as long as Gloo's ring, whose bytes go
-through the system twice.
+Every rank copies its operands, one batch per owner at a time, into memory that the owner reads. The
+owner writes the results to memory that all ranks read. Between these steps, each rank signals each
+other one. The shared memory holds only a few pieces and is reused, so it stays in the processor's
+cache. 64 MiB among 4 ranks on 2 cores took half as long as with Gloo's ring, which copies the bytes
+through the kernel twice.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,13 +21,13 @@ from objcomm._transport.workspace import Workspace
 def reduce_tensors(
     exchange: Exchange, parts: Sequence[Part], root: int | None, workspace: Workspace
 ) -> None:
-    """See ``tensor_reduction``; every rank calls this, or none does.
+    """See ``tensor_reduction``; either every rank calls this, or none.
 
     Args:
-        exchange: this operation's.
+        exchange: the operation's exchange.
         parts: in the same order on all ranks.
         root: the only rank that gets results; every rank if None.
-        workspace: the lane's.
+        workspace: the lane's workspace.
     """
     size = exchange.size
     cut = batches(parts, size, workspace.slot_nbytes)
@@ -47,17 +47,17 @@ def reduce_tensors(
 
 
 class _Turn(NamedTuple):
-    """A batch of each owner's, but perhaps for the last ones in the last turn."""
+    """One batch of each owner; the last turn may have fewer."""
 
     number: int
     batches: Sequence[Batch]
 
 
 class _Run:
-    """One reduction on this rank.
+    """One reduction, as seen by this rank.
 
-    What stands in the workspace is overwritten two turns later. By then every rank has used it,
-    because it says the word of the turn between only afterwards.
+    The content of the workspace is overwritten two turns later. By then every rank has used it,
+    because each rank signals the turn in between only after that.
     """
 
     def __init__(self, exchange: Exchange, workspace: Workspace, *, is_taker: bool) -> None:
@@ -68,7 +68,7 @@ class _Run:
         self._is_taker = is_taker
 
     def give(self, turn: _Turn) -> None:
-        """Copy this rank's operands to where their owners read them; its own where they must."""
+        """Copy this rank's operands to where owners read them; its own batch's only if packed."""
         for batch in turn.batches:
             slot = self._workspace.slot(turn.number, self._rank, batch.owner)
             for piece, place in _placed(batch, slot):
@@ -78,7 +78,7 @@ class _Run:
                     self._exchange.entry.sent_nbytes += piece.operand_nbytes
 
     def meet(self) -> None:
-        """Wait until all ranks have done what comes before this."""
+        """Wait until all ranks have reached this point."""
         exchange, word = self._exchange, empty(1)
         coming = [exchange.arriving(empty(1), peer, is_ended=False) for peer in self._others]
         for peer in self._others:
@@ -87,7 +87,7 @@ class _Run:
             arriving.wait(peer)
 
     def combine(self, turn: _Turn) -> None:
-        """Compute the results of this rank's own batch, and take them."""
+        """Compute the results of this rank's own batch, and copy them out."""
         for batch in turn.batches:
             if batch.owner != self._rank:
                 continue
@@ -110,7 +110,7 @@ class _Run:
                 self._exchange.entry.received_nbytes += piece.operand_nbytes * len(about.present)
 
     def take(self, turn: _Turn) -> None:
-        """Copy the results of other ranks' batches to where they belong."""
+        """Copy the results of other ranks' batches to their destination."""
         for batch in turn.batches if self._is_taker else ():
             if batch.owner != self._rank:
                 slot = self._workspace.result(turn.number, batch.owner)
@@ -119,12 +119,12 @@ class _Run:
                     self._exchange.entry.received_nbytes += piece.result_nbytes
 
     def end(self) -> None:
-        """Let no rank use the workspace in another call before all have done with it in this."""
+        """Keep ranks from reusing the workspace in another call before all are done with it."""
         self._exchange.confirm(self._others, self._others)
 
 
 def _placed(batch: Batch, slot: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
-    """Each piece with what follows where it lies in a slot."""
+    """Yield each piece with its place, and the space after it, in a slot."""
     start = 0
     for piece in batch.pieces:
         yield piece, slot[start : start + piece.room_nbytes]

@@ -1,17 +1,18 @@
-"""Large tensors of all ranks, combined element by element: one rank computes each, all get it.
+"""Large tensors combined element by element; one rank computes each element, all ranks get it.
 
-Every piece of the tensors has an owner. All ranks send it their operands' piece, it combines them
-in rank order and sends the result back (reduce-scatter, then all-gather, each straight from rank
-to rank). So each element is computed once, in the order of the ranks, and is the same everywhere.
-What travels is a message's payload without a message: the ranks have agreed on it before.
+Each piece of the tensors has an owner. All ranks send it their operands of the piece. It combines
+them in rank order and sends the result back (a reduce-scatter, then an all-gather, each directly
+from rank to rank). So each element is computed once, in rank order, and is identical on all ranks.
+The data is sent without a message of its own, because the ranks have agreed on it before.
 
-The transfers are this library's own and not ``dist.all_reduce``: who waits hears when a peer dies,
-see ``Transfers.ended``, and two lanes cannot mix.
+The transfers are objcomm's own instead of ``dist.all_reduce``, so that a waiting rank notices when
+a peer dies (see ``Transfers.ended``) and two lanes cannot mix.
 
-Tensors on accelerators are combined there in the same order: each rank gets one part of every
-tensor and sends the result to all (all-to-all, then all-gather, both over the device link). NCCL's
-own all-reduce would add up halves as halves, in another order than the ranks', and knows fewer
-dtypes and operators: a result would depend on where a tensor lies. As many bytes move.
+Tensors on accelerators are combined there, in the same order. Each rank receives one part of every
+tensor and sends its result to all (an all-to-all, then an all-gather, both over the device link).
+NCCL's own all-reduce would accumulate half precision in half precision, in an order other than that
+of the ranks, and it supports fewer dtypes and operators, so a result would depend on the tensor's
+device. Both move the same number of bytes.
 """
 
 import itertools
@@ -25,18 +26,18 @@ from objcomm._algorithms.parts import Batch, Part, Piece, aligned, batches, nbyt
 from objcomm._algorithms.transfers import Arriving
 from objcomm._codecs.buffers import empty
 
-# A piece small enough for the processor's cache, and large enough that messages cost little. 64 MiB
-# among 4 ranks on 2 cores: in pieces of 1 MiB 228 ms, of 4 MiB 268, of 512 KiB 250.
+# A piece that fits into the processor's cache, and is large enough to make messages cheap. 64 MiB
+# among 4 ranks on 2 cores took 228 ms in pieces of 1 MiB, 268 with 4 MiB, and 250 with 512 KiB.
 _BATCH_MAX_NBYTES = 1 << 20
-# For so many of its batches an owner has memory for the operands that arrive.
+# An owner has memory for the received operands of this many of its batches.
 _AHEAD = 3
 
 
 def reduce_tensors(exchange: Exchange, parts: Iterable[Part], root: int | None) -> None:
-    """Fill in the results of all parts; every rank calls this with parts that agree.
+    """Fill in the results of all parts; every rank calls this with matching parts.
 
     Args:
-        exchange: this operation's.
+        exchange: the operation's exchange.
         parts: in the same order on all ranks.
         root: the only rank that gets results; every rank if None.
     """
@@ -51,14 +52,14 @@ def reduce_tensors(exchange: Exchange, parts: Iterable[Part], root: int | None) 
 
 
 class _Run:
-    """One reduction on this rank."""
+    """One reduction, as seen by this rank."""
 
     def __init__(self, exchange: Exchange, batches: list[Batch], root: int | None) -> None:
         self._exchange = exchange
         self._batches = batches
         rank, size = exchange.rank, exchange.size
         self._rank = rank
-        # Each begins with another peer, or all would send to the same one first.
+        # Each rank starts with a different peer, so that they do not all send to one first.
         self._others = [(rank + step) % size for step in range(1, size)]
         self._takers = self._others if root is None else [root] * (rank != root)
         self._is_taker = root in {None, rank}
@@ -90,7 +91,7 @@ class _Run:
         self._exchange.confirm(self._received_from, self._sent_to)
 
     def _await_operands(self, batch: Batch, at: int) -> None:
-        """Make ready for all ranks' operands of a batch of this rank's own."""
+        """Post the receives of all ranks' operands for one of this rank's own batches."""
         for peer in self._others:
             pieces = batch.of(peer)
             flats = self._slots(at % _AHEAD, peer, pieces)
@@ -101,7 +102,7 @@ class _Run:
                 self._received_from.add(peer)
 
     def _slots(self, row: int, peer: int, pieces: list[Piece]) -> list[torch.Tensor]:
-        """Memory for one rank's operands, used again by the batch that comes ``_AHEAD`` later."""
+        """Return memory for one rank's operands, reused by the batch ``_AHEAD`` later."""
         ends = list(itertools.accumulate(aligned(piece.operand_nbytes) for piece in pieces))
         nbytes = ends[-1] if ends else 0
         memory = self._memory.get((row, peer))
@@ -113,7 +114,7 @@ class _Run:
         ]
 
     def _combine(self, batch: Batch) -> None:
-        # The last piece first: when it has come, all before it have, and none is half-filled.
+        # The last piece first: once it has arrived, all earlier ones have, and completely.
         for piece in reversed(batch.pieces):
             for peer, arriving in self._arriving.get(piece, ()):
                 arriving.wait(peer)
@@ -138,7 +139,7 @@ class _Run:
                 )
                 coming.append((batch.owner, arriving))
         self._received_from.update(last)
-        return coming[::-1]  # as in ``_combine``
+        return coming[::-1]  # backward, as in ``_combine``
 
     def _send_operands(self, batch: Batch) -> None:
         pieces = batch.of(self._rank)
@@ -147,7 +148,7 @@ class _Run:
 
     def _send_results(self, batch: Batch, *, is_last: bool) -> None:
         for piece in batch.pieces:
-            # Whoever waits for the last byte of the last piece has all before it.
+            # The receiver waits for the last byte of the last piece; all others arrive before it.
             is_ended = is_last and piece is batch.pieces[-1]
             for peer in self._takers:
                 self._send(self._room(piece), peer, is_result=True, is_ended=is_ended)
@@ -161,7 +162,7 @@ class _Run:
         )
 
     def _operand(self, piece: Piece) -> torch.Tensor:
-        """This rank's elements of a piece: their own memory, or several parts' copied together."""
+        """Return this rank's elements of a piece: its own memory, or a packed copy."""
         if piece.operand is not None:
             return piece.operand
         if piece not in self._packed:
@@ -169,7 +170,7 @@ class _Run:
         return self._packed[piece]
 
     def _room(self, piece: Piece) -> torch.Tensor:
-        """Where a piece's result goes on this rank."""
+        """Return where a piece's result goes on this rank."""
         if piece.result is not None:
             return piece.result
         if piece not in self._rooms:
@@ -178,28 +179,28 @@ class _Run:
         return self._rooms[piece]
 
 
-# What travels together, so that small parts cost no transfer of their own; packed memory is
-# about three times as large.
+# Parts are sent together up to this size, so that small ones do not each cost a transfer. Packing
+# takes about three times as much memory.
 _BAG_MAX_NBYTES = 64 << 20
 
-# Torch takes memory from the device in blocks of 2 MiB or more, and has so much at hand.
+# torch allocates device memory in blocks of 2 MiB or more, so this much is available.
 _SURELY_THERE_NBYTES = 1 << 20
 
 
 def reduce_on_device(exchange: Exchange, parts: Iterable[Part]) -> None:
-    """Fill in the results of all parts; every rank calls this with parts that agree.
+    """Fill in the results of all parts; every rank calls this with matching parts.
 
     Args:
-        exchange: this operation's, which has a device link on every rank.
+        exchange: the operation's exchange, which has a device link on every rank.
         parts: in the same order on all ranks, in memory of the link's device; every rank has an
-            operand of each.
+            operand for each.
     """
     for bag in _bags(parts):
         _reduce(exchange, bag)
 
 
 def _bags(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Parts of one kind together, up to a limit."""
+    """Group parts of one kind, up to a size limit."""
     by_kind: dict[object, list[Part]] = {}
     for part in parts:
         if part.numel:
@@ -236,7 +237,7 @@ def _reduce(exchange: Exchange, bag: list[Part]) -> None:
 
 
 def _packed(bag: list[Part], numel: int) -> torch.Tensor:
-    """This rank's operands one after another, and zeros up to ``numel``."""
+    """Return this rank's operands one after another, padded with zeros to ``numel``."""
     operands = [part.operand for part in bag if part.operand is not None]
     if len(operands) == 1 and operands[0].numel() == numel:
         return operands[0]
