@@ -1,4 +1,5 @@
-"""Who sends what to whom, in which pieces and which order.
+"""Which rank sends what to which, in which pieces and in which order.
 
-Knows ranks within a group, links and messages; knows nothing of objects, or of what is sent for.
+This package knows ranks within a group, links and messages. It knows neither objects nor the
+purpose of a transfer.
 """

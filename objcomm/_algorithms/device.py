@@ -1,14 +1,14 @@
 """The device links, and which of a message's large members travel over them.
 
-Members that lie on an accelerator for whose type there is a link always do; where the message's
-header says so, those in CPU memory do too, staged through the first link's device. What a rank was
-asked for by its own ``device=`` decides only how it sends. Where a group has no link for a type, a
-codec leaves nothing on such a device.
+Members in the memory of an accelerator whose device type has a link always use it. If the message's
+header says so, members in CPU memory do too, staged through the first link's device. A rank's own
+``device=`` only decides how that rank sends. If a group has no link for a device type, codecs leave
+no members on such devices.
 
-A link goes from accelerator memory to accelerator memory over the user's own group, by whatever
-backend that names for the type of device: NCCL is one of them. Such backends have no tags for
-this, and no time-out that leaves a group usable, so they carry only what must not pass through the
-CPU. Headers, and so every agreement on what follows, stay on the mesh.
+A link moves data from accelerator memory to accelerator memory over the user's own group, with the
+backend that the group names for the device type, such as NCCL. Such backends have no suitable tags,
+and no timeout that leaves the group usable, so they carry only data that must not pass through the
+CPU. Headers, and with them every agreement on what follows, are sent over the mesh.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -34,21 +34,22 @@ _STAGED = int(Flag.STAGED)  # an IntFlag's ``&`` costs 0.7 µs
 
 
 class DevicePath:
-    """The device links of one operation, none or one for each of some types of device.
+    """The device links of one operation: none, or one per device type.
 
-    Every method is called by all ranks concerned, for the same messages in the same order.
+    Every method is called by all participating ranks, for the same messages in the same order.
 
     Attributes:
-        devices: where members that stay on an accelerator are received, in the order of the links.
-        linked: the types of device that the links join, joined by commas; empty without one.
-        staging: that of the first link, over which members in CPU memory may travel; likewise.
+        devices: where to receive members that stay on an accelerator, in the order of the links.
+        linked: the device types that the links connect, joined by commas; empty without links.
+        staging: device type of the first link, over which members in CPU memory may be sent; empty
+            without links.
     """
 
     def __init__(self, links: Sequence[DeviceLink] = ()) -> None:
-        """Begin.
+        """Initialize the path.
 
         Args:
-            links: of different types of device; the same types in the same order on all ranks.
+            links: one per device type; the same types in the same order on all ranks.
         """
         self._links = {link.device.type: link for link in links}
         self.devices = tuple(link.device for link in links)
@@ -56,49 +57,49 @@ class DevicePath:
         self.staging = next(iter(self._links), "")
 
     def joined(self, device_type: str, linked: str) -> torch.device | None:
-        """Where tensors of a type of device travel, if a link joins such devices on all ranks.
+        """Return where to place tensors of a device type, if all ranks have a link for it.
 
         Args:
-            device_type: theirs.
-            linked: what all ranks have agreed on: the ``linked`` of each, or nothing.
+            device_type: type of the tensors' device.
+            linked: what all ranks agreed on: the ``linked`` of each, or an empty string.
         """
         link = self._links.get(device_type) if device_type in linked.split(",") else None
         return None if link is None else link.device
 
     def not_carried(self, message: Message) -> list[torch.Tensor]:
-        """Flat tensors of ``message`` that must go over the CPU's link."""
+        """Return flat tensors of ``message`` that must be sent over the CPU's link."""
         return [] if self.is_staged(message) else message.following_on_host
 
     def is_staged(self, message: Message) -> bool:
-        """Whether members that lie in CPU memory go over the first link, too."""
+        """Return whether members in CPU memory are sent over the first link, too."""
         return bool(message.header.flags & _STAGED)
 
     def carries(self, message: Message) -> bool:
-        """Whether some of a message whose body is known travels here."""
+        """Return whether a part of a message with a known body is sent over device links."""
         return bool(self._links and message.large) and bool(
             message.following_on_device or (self.is_staged(message) and message.following_on_host)
         )
 
     def send(self, message: Message, peer: int) -> None:
-        """This rank's part towards one other."""
+        """Send this rank's part to one peer."""
         for flat, link in self._carried(message):
             with _naming(peer):
                 link.send(flat.to(link.device), peer)
 
     def recv(self, message: Message, peer: int) -> None:
-        """One other's part towards this rank, into ``message``'s memory."""
+        """Receive one peer's part into ``message``'s memory."""
         for flat, link in self._carried(message):
             with _naming(peer), _landing(flat, link) as staged:
                 link.recv(staged, peer)
 
     def broadcast(self, message: Message, root: int, *, is_root: bool) -> None:
-        """From one rank into all others' memory."""
+        """Send one rank's part into all other ranks' memory."""
         for flat, link in self._carried(message):
             with _naming(root), _landing(flat, link, is_sent=is_root) as staged:
                 link.broadcast(staged, root)
 
     def broadcast_flat(self, flat: torch.Tensor, root: int) -> None:
-        """``root``'s bytes into everybody's, in memory of a link's device."""
+        """Send ``root``'s bytes to all ranks, in memory of a link's device."""
         with _naming(root):
             self._for(flat).broadcast(flat, root)
 
@@ -137,9 +138,9 @@ class DevicePath:
 def _landing(
     flat: torch.Tensor, link: DeviceLink, *, is_sent: bool = False
 ) -> Iterator[torch.Tensor]:
-    """``flat``, or a stand-in for it on the link's device whose content ends in ``flat``."""
+    """Yield ``flat``, or memory on the link's device that is copied into ``flat`` afterwards."""
     if is_sent:
-        yield flat.to(link.device)  # which moves it from another device of the type, too
+        yield flat.to(link.device)  # also from another device of that type
     elif flat.device.type == link.device.type:
         yield flat
     else:
@@ -153,7 +154,7 @@ def _naming(*peers: int) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError:
-        raise  # this rank's failure, and no peer's
+        raise  # this rank's failure, not a peer's
     except RuntimeError as error:
         raise TransportError("device link", peers, str(error)) from error
 
@@ -161,48 +162,48 @@ def _naming(*peers: int) -> Iterator[None]:
 class DeviceLink(Protocol):
     """Transfers between accelerator memories, on the caller's current stream.
 
-    All ranks concerned call in the same order: there are no tags.
+    All participating ranks must make these calls in the same order, because there are no tags.
     """
 
     device: torch.device
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        """Every rank: ``root``'s content into everybody's ``flat``."""
+        """Copy ``root``'s content into every rank's ``flat``; every rank calls this."""
 
     def send(self, flat: torch.Tensor, peer: int) -> None:
-        """To one rank, which receives."""
+        """Send to one rank, which calls ``recv``."""
 
     def recv(self, flat: torch.Tensor, peer: int) -> None:
-        """From one rank, which sends."""
+        """Receive from one rank, which calls ``send``."""
 
     def all_to_all(self, flat: torch.Tensor, into: torch.Tensor) -> None:
-        """Every rank: of ``flat``, in as many parts as there are ranks, each rank's to it."""
+        """Cut ``flat`` into one part per rank, and send each its part; every rank calls this."""
 
     def all_gather(self, flat: torch.Tensor, into: torch.Tensor) -> None:
-        """Every rank: all ranks' ``flat`` one after another into ``into``."""
+        """Collect all ranks' ``flat`` in ``into``, in rank order; every rank calls this."""
 
 
 class BackendLink:
-    """Tensor transfers of ``group``'s own backend for ``device``: NCCL, XCCL or any other one.
+    """Tensor transfers over the backend that ``group`` has for ``device``: NCCL, XCCL or another.
 
-    Nothing in it is particular to a type of device: the tests drive it with CPU tensors, too.
+    Nothing in this class depends on the device type; the tests also run it with CPU tensors.
 
     Attributes:
-        device: where the tensors lie; without an index, it is the current one at each use.
-        is_pairwise: whether ``send`` and ``recv`` may come at any time among the group's
+        device: where the tensors are; without an index, the current device at each use.
+        is_pairwise: whether ``send`` and ``recv`` may be called at any time between the group's
             collectives.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, *, is_pairwise: bool = False
     ) -> None:
-        # Weak: objcomm keeps this link by its group, and would never let either go.
+        # Weak, because objcomm stores this link under its group; a strong one would keep both.
         self._group = weakref.ref(group)
         self.device = device
         self.is_pairwise = is_pairwise
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        """See ``DeviceLink``. As a rule ``wait`` blocks the current stream, not the caller."""
+        """See ``DeviceLink``. ``wait`` usually blocks the current stream, not the caller."""
         self._own().broadcast(flat, root).wait()
 
     def send(self, flat: torch.Tensor, peer: int) -> None:
@@ -228,31 +229,32 @@ class BackendLink:
         return group
 
 
-# Gloo copies what lies on a device to CPU memory first.
+# Gloo copies device memory to CPU memory first.
 _HOST_BACKEND = "gloo"
 
-#: Backends that keep what two ranks send each other in a communicator of these two, on a stream of
-#: its own, so that it has no order with the group's collectives. That is read from their sources,
-#: ``ProcessGroupNCCL::pointToPoint`` and ``ProcessGroupXCCL::pointToPoint``. In any other one a
-#: message might come between two collectives on one rank only, and all would wait for ever.
+#: Backends that send between two ranks in a communicator for that pair, on its own stream, so there
+#: is no order between it and the group's collectives. Read in the sources of
+#: ``ProcessGroupNCCL::pointToPoint`` and ``ProcessGroupXCCL::pointToPoint``. In other backends, a
+#: message could come between two collectives on one rank only, and all ranks would wait forever.
 PAIRWISE = frozenset({"nccl", "xccl"})
 
 
 def device_links(group: dist.ProcessGroup) -> list[BackendLink]:
-    """A link for each type of device for which ``group`` names a backend of its own.
+    """Return a link for each device type for which ``group`` has a dedicated backend.
 
-    A backend that serves CPU memory as well, as ``init_process_group("gloo")`` has one for all
-    devices, is none: Gloo would take CUDA tensors through CPU memory, where objcomm's own
-    connections do the same, hear of a rank that dies, and keep their limits. Asking costs no memory
-    of a device, and begins nothing there: all is known from the group.
+    A backend that also serves CPU memory does not count, such as the single one that
+    ``init_process_group("gloo")`` creates for all devices. Gloo would move CUDA tensors through CPU
+    memory. objcomm's own connections do the same, and also notice when a rank dies and keep their
+    timeouts. This function only inspects the group: it allocates no device memory and starts
+    nothing on a device.
 
     Returns:
-        By their types' names in order, so that it is the same one on all ranks.
+        Links sorted by device type, so that the order is the same on all ranks.
     """
     named: dict[str, str] = {}
     for device in group._device_types:  # noqa: SLF001  # torch has no public way to ask
         named[device.type] = _backend_name(group, device)
-    # A group that was bound to a device uses one communicator for everything.
+    # A group bound to a device uses one communicator for everything.
     pairwise = () if is_bound(group) else PAIRWISE
     return [
         BackendLink(group, torch.device(each), is_pairwise=named[each] in pairwise)
@@ -261,22 +263,22 @@ def device_links(group: dist.ProcessGroup) -> list[BackendLink]:
 
 
 def own_types(named: Mapping[str, str]) -> list[str]:
-    """The types of device, in order, whose backend serves no CPU memory.
+    """Return, sorted, the device types whose backend does not serve CPU memory.
 
     Args:
-        named: names of backends by types of device; empty where there is none.
+        named: names of backends by device type; empty if there is none.
     """
     hosts = {"", _HOST_BACKEND, named.get("cpu", _HOST_BACKEND)}
     return sorted(each for each, name in named.items() if name not in hosts)
 
 
 def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """What a group's backend for a type of device is called; empty if it has none."""
+    """Return the name of a group's backend for a device type; empty if it has none."""
     try:
         backend = group._get_backend(device)  # noqa: SLF001  # torch has no public way to ask
     except RuntimeError:
         return ""
     try:
         return backend.name().lower()
-    except RuntimeError:  # one of another library's, which gives no name
+    except RuntimeError:  # a third-party backend that has no name
         return type(backend).__name__

@@ -1,8 +1,8 @@
 """Who receives from whom when one rank's bytes go to all: pure arithmetic on ranks.
 
-Each function takes the rank, the root and the number of ranks, and returns the rank to receive
-from (``None`` for the root) and those to send to, in that order. All ranks compute the same
-picture from what they all know.
+A topology takes the rank, the root and the number of ranks. It returns the rank to receive from
+(``None`` for the root) and the ranks to send to, in that order. All ranks compute the same result,
+from values that all of them know.
 """
 
 import functools
@@ -14,21 +14,21 @@ from typing import NamedTuple
 Place = tuple[int | None, list[int]]
 Topology = Callable[[int, int, int], Place]
 
-#: Up to this many ranks a root sends small messages to each by itself: one hop, and cheaper than
-#: a tree where ranks share cores (measured at 2, 4 and 8 ranks).
+#: Up to this many ranks, a root sends small messages to each one directly. That takes one hop, and
+#: is cheaper than a tree if ranks share cores (measured with 2, 4 and 8 ranks).
 STAR_MAX_SIZE = 8
 
-#: In a tree for small messages a rank serves so many hosts, and so many ranks of its own host. Of
-#: 512 hosts the last is three hops away.
+#: In a tree for small messages, a rank serves up to this many hosts, and this many ranks of its own
+#: host. With 512 hosts, the last is three hops away.
 _BRANCHES_MAX = 8
 
-#: Large payloads are passed on in pieces of at most this size, which are still in the processor's
-#: cache then.
+#: Large payloads are passed on in pieces of at most this size, which are then still in the
+#: processor's cache.
 CHUNK_MAX_NBYTES = 4 << 20
 _CHUNK_MIN_NBYTES = 1 << 20
-#: The same of a line of hosts, where the first piece is passed on while the others come. 1 MiB to
-#: three other hosts, four ranks on 2 cores, took 10.1 ms in such pieces over cards of 1 Gbit/s, and
-#: 24.6 ms whole; over 5 Gbit/s 7.3 and 4.9.
+#: The minimum in a line of hosts, where the first piece is passed on while the others arrive. 1 MiB
+#: to three other hosts, four ranks on 2 cores, took 10.1 ms in such pieces over 1 Gbit/s cards and
+#: 24.6 ms as a whole; over 5 Gbit/s, 7.3 and 4.9 ms.
 _LINE_CHUNK_MIN_NBYTES = 256 << 10
 
 
@@ -40,7 +40,7 @@ def star(rank: int, root: int, size: int) -> Place:
 
 
 def binomial(rank: int, root: int, size: int) -> Place:
-    """A binomial tree: after k steps 2**k ranks have it; the largest subtree is served first."""
+    """A binomial tree: after k steps 2**k ranks have it. The largest subtree is served first."""
     place = (rank - root) % size
     lowest = place & -place if place else 1 << size.bit_length()
     steps = [step for step in _powers_below(size) if step < lowest and place + step < size]
@@ -48,21 +48,21 @@ def binomial(rank: int, root: int, size: int) -> Place:
     return ((place - lowest + root) % size if place else None), children
 
 
-@functools.lru_cache(maxsize=256)  # as ``tree``
+@functools.lru_cache(maxsize=256)  # for the same reason as ``tree``
 def in_order(rank: int, root: int, hosts: tuple[int, ...]) -> Place:
-    """Binomial trees in which each rank, with those below it, is a run of ranks without a gap.
+    """Return a rank's place in a tree whose subtrees are contiguous runs of ranks.
 
-    So what they have can be combined in the ranks' order, counted from ``root`` on. Ranks that
-    follow each other on one host meet there first.
+    So values can be combined in the order of ranks, counted from ``root``. Consecutive ranks of one
+    host first combine among themselves. Both within a host and between hosts, trees are binomial.
 
     Args:
-        rank: whose place.
-        root: where the tree ends.
-        hosts: of each rank, as a number.
+        rank: the rank.
+        root: root of the tree.
+        hosts: host number of each rank.
 
     Returns:
-        To whom its run goes; and whose runs follow this rank's own, in that order. Not to be
-        changed.
+        The rank that receives this rank's run, and the ranks whose runs follow this rank's own, in
+        order. Must not be modified.
     """
     size = len(hosts)
     turned = [(root + at) % size for at in range(size)]
@@ -77,14 +77,14 @@ def in_order(rank: int, root: int, hosts: tuple[int, ...]) -> Place:
 
 
 def line(rank: int, root: int, size: int) -> Place:
-    """Each rank passes on to the next: none sends anything twice."""
+    """Each rank passes on to the next; none sends anything twice."""
     place = (rank - root) % size
     parent = (rank - 1) % size if place else None
     return parent, [(rank + 1) % size] if place + 1 < size else []
 
 
 def firsts(hosts: Sequence[int], root: int) -> dict[int, int]:
-    """Of each host the rank that a root's bytes reach first, the root's own host before others."""
+    """Return the rank of each host that a root's bytes reach first; the root's host comes first."""
     first = {hosts[root]: root}
     for rank, host in enumerate(hosts):
         first.setdefault(host, rank)
@@ -92,7 +92,7 @@ def firsts(hosts: Sequence[int], root: int) -> dict[int, int]:
 
 
 def by_host(hosts: Sequence[int]) -> dict[int, list[int]]:
-    """The ranks of each host, hosts and ranks in order."""
+    """Return the ranks of each host; hosts and ranks are in order."""
     ranks: dict[int, list[int]] = {}
     for rank, host in enumerate(hosts):
         ranks.setdefault(host, []).append(rank)
@@ -100,11 +100,11 @@ def by_host(hosts: Sequence[int]) -> dict[int, list[int]]:
 
 
 def host_by_host(hosts: Sequence[int], among: Callable[[int], Topology]) -> Topology:
-    """One rank of each host gets it, and passes it on to those beside it.
+    """One rank of each host receives the bytes and passes them on to the others on that host.
 
     Args:
-        hosts: of each rank, as a number.
-        among: how it goes between so many first ranks, and so many ranks of a host.
+        hosts: host number of each rank.
+        among: returns the topology for a number of first ranks, or of ranks on one host.
     """
 
     def place(rank: int, root: int, size: int) -> Place:
@@ -121,22 +121,23 @@ def host_by_host(hosts: Sequence[int], among: Callable[[int], Topology]) -> Topo
 
 
 def _among(ranks: Sequence[int], rank: int, among: Callable[[int], Topology]) -> Place:
-    """The place of one of some ranks, of which the first is the root."""
+    """Return the place of one of ``ranks``, the first of which is the root."""
     size = len(ranks)
     parent, children = among(size)(ranks.index(rank), 0, size)
     return None if parent is None else ranks[parent], [ranks[each] for each in children]
 
 
-@functools.lru_cache(maxsize=256)  # as ``tree``
+@functools.lru_cache(maxsize=256)  # for the same reason as ``tree``
 def whole_below(root: int, hosts: tuple[int, ...]) -> int:
-    """Messages of fewer bytes go whole along the tree for small ones, if their link carries them.
+    """Return the size below which a message goes whole along ``tree``, if its link can carry it.
 
-    A message does not go whole if it would reach another host twice, or if it is long enough for a
-    line of hosts and ``root``'s network card would carry a copy for each of several hosts.
+    A message does not go whole if it would be sent to another host twice. Nor does it if it is long
+    enough for a line of hosts and ``root``'s network card would have to carry a copy for each of
+    several hosts.
 
     Args:
-        root: where the tree begins.
-        hosts: of each rank, as a number.
+        root: root of the tree.
+        hosts: host number of each rank.
     """
     far = [host for host in hosts if host != hosts[root]]
     if len(hosts) <= STAR_MAX_SIZE and len(far) > len(set(far)):
@@ -145,12 +146,12 @@ def whole_below(root: int, hosts: tuple[int, ...]) -> int:
 
 
 class Branch(NamedTuple):
-    """One rank's place in the tree along which small messages go down from a root, and up to it.
+    """A rank's place in the tree in which small messages go down from a root, or up to it.
 
     Attributes:
-        parent: from whom it hears; None for the root.
-        children: to whom it passes on.
-        below: of each child, all ranks that it reaches, in their order in the tree; itself first.
+        parent: the rank to receive from; None for the root.
+        children: the ranks to pass messages on to.
+        below: for each child, all ranks that it reaches, in tree order, starting with itself.
     """
 
     parent: int | None
@@ -158,18 +159,18 @@ class Branch(NamedTuple):
     below: tuple[tuple[int, ...], ...]
 
 
-@functools.lru_cache(maxsize=256)  # at 4,096 ranks one takes some milliseconds
+@functools.lru_cache(maxsize=256)  # at 4,096 ranks, one call takes a few milliseconds
 def tree(rank: int, root: int, hosts: tuple[int, ...]) -> Branch:
-    """Where a rank is in the tree of all ranks.
+    """Return a rank's place in the tree of all ranks.
 
-    A few ranks hear from the root itself. Of more, one rank of each host does so, or hears from
-    another host's, and serves those beside it; no rank has more than sixteen others below it that
-    it serves itself.
+    A few ranks receive directly from the root. If there are more, one rank of each host receives
+    from the root or from another host, and serves the others on its host. No rank serves more than
+    sixteen others directly.
 
     Args:
-        rank: whose place.
-        root: where the tree begins.
-        hosts: of each rank, as a number.
+        rank: the rank.
+        root: root of the tree.
+        hosts: host number of each rank.
     """
     size = len(hosts)
     if size <= STAR_MAX_SIZE:
@@ -190,7 +191,7 @@ def tree(rank: int, root: int, hosts: tuple[int, ...]) -> Branch:
 
 
 def _descend(rank: int, ranks: list[int]) -> tuple[int | None, list[list[int]]]:
-    """From whom one of some ranks hears, the first of which is the root, and who is below it."""
+    """Return the parent of one of ``ranks``, the first of which is the root, and its subtrees."""
     parent = None
     while True:
         parts = list(_cut(ranks[1:]))
@@ -201,33 +202,34 @@ def _descend(rank: int, ranks: list[int]) -> tuple[int | None, list[list[int]]]:
 
 
 def _in_order(firsts: list[int], beside: dict[int, list[int]]) -> list[int]:
-    """All ranks of some hosts: the first of the first, then other hosts', then those beside it."""
+    """List the ranks of some hosts: the first one, those of hosts below, then those beside it."""
     further = [each for part in _cut(firsts[1:]) for each in _in_order(part, beside)]
     return [firsts[0], *further, *beside[firsts[0]]]
 
 
 def _cut(ranks: list[int]) -> Iterator[list[int]]:
-    """Some ranks in up to ``_BRANCHES_MAX`` parts of nearly the same length."""
+    """Cut ranks into up to ``_BRANCHES_MAX`` parts of nearly equal length."""
     count = min(_BRANCHES_MAX, len(ranks))
     for at in range(count):
         yield ranks[at * len(ranks) // count : (at + 1) * len(ranks) // count]
 
 
 def for_head(size: int) -> Topology:
-    """How a small message reaches some ranks that share a host, or of which each has its own."""
+    """Return how a small message reaches ranks on one host, or ranks on one host each."""
     return star if size <= STAR_MAX_SIZE else binomial
 
 
 def for_payload(nbytes: int, hosts: Sequence[int]) -> tuple[Topology, int]:
-    """How ``nbytes`` reach all ranks, and in pieces of how many bytes they are passed on.
+    """Return how ``nbytes`` reach all ranks, and the size of the pieces.
 
-    On one host every copy costs the same memory traffic, and a tree has the fewest hops. Between
-    hosts each network card is the limit: a line of hosts lets it carry everything once, and is as
-    fast as one copy once it is filled, which takes as many pieces as there are ranks at most.
+    On one host, every copy costs the same memory traffic, and a tree has the fewest hops. Between
+    hosts, the network cards are the limit. A line of hosts lets each card carry everything once.
+    Once the line is filled, which takes at most as many pieces as there are ranks, it is as fast as
+    a single copy.
 
     Args:
-        nbytes: how many.
-        hosts: of each rank, as a number.
+        nbytes: number of bytes.
+        hosts: host number of each rank.
     """
     size, is_one_host = len(hosts), len(set(hosts)) <= 1
     least = _CHUNK_MIN_NBYTES if is_one_host else _LINE_CHUNK_MIN_NBYTES
