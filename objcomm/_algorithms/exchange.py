@@ -1,7 +1,7 @@
-"""One operation's traffic on one lane: heads, what follows them, and its figures.
+"""One operation's traffic on one lane: heads, the data that follows them, and statistics.
 
-Knows links, messages and this operation's header; knows nothing of what the messages mean, nor
-who has to send to whom.
+Knows links, messages and this operation's header. Knows neither what messages mean nor who has to
+send to whom.
 """
 
 import contextlib
@@ -36,27 +36,27 @@ from objcomm._wire.admission import Gate
 from objcomm._wire.header import EVERYONE, check_same_call
 from objcomm._wire.message import Message, head_of, open_body
 
-#: From so many bytes on large members are not sent but handed over, where the link can.
+#: From this size, large members are handed over in shared memory instead of sent, if possible.
 SHARED_MIN_NBYTES = 1 << 20
 
-# So much is taken by the system's socket buffers, whether or not the peer reads.
+# The system's socket buffers accept this much, whether or not the peer reads.
 _UNNOTICED_NBYTES = 1 << 16
 
 
 class Exchange(Transfers):
-    """What one rank sends and receives in one operation; sends are begun, ``finish`` ends them.
+    """One rank's traffic in one operation; sends are only started, and ``finish`` completes them.
 
     Attributes:
-        lane: on which the call is made.
-        entry: the call on this rank.
-        header: what this rank's own messages carry.
-        device: moves the members that lie on an accelerator.
-        gate: signs this rank's messages and judges the others'.
+        lane: the lane on which the call is made.
+        entry: the call's record on this rank.
+        header: the header for this rank's own messages.
+        device: moves the members in accelerator memory.
+        gate: signs this rank's messages and checks the others'.
         rank: this rank, within the group.
         size: number of ranks.
-        is_interruptible: whether a signal ends a wait by itself.
-        hosts: of each rank, as a number.
-        head_max_nbytes: how long a first message may be.
+        is_interruptible: whether a signal ends a wait without further help.
+        hosts: host number of each rank.
+        head_max_nbytes: maximum length of a first message.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class Exchange(Transfers):
         meter: Meter | None = None,
         group: str = "",
     ) -> None:
-        """Begin.
+        """Initialize the exchange.
 
         Args:
-            link: joins the ranks.
-            lane: whose turn it is.
-            entry: the call, whose header has what must agree on all ranks.
+            link: connects the ranks.
+            lane: the lane on which the call is made.
+            entry: the call, whose header holds what must agree on all ranks.
             deadline: for all waits together.
-            gate: signs this rank's messages and judges the others'.
+            gate: signs this rank's messages and checks the others'.
             device: see ``device.DevicePath``.
-            meter: is told of the bytes that follow heads, as far as they go over ``link``; None if
-                nobody wants to know.
-            group: its name, for the log.
+            meter: receives the bytes that follow heads, if they are sent over ``link``; None if
+                nothing is to be measured.
+            group: name of the group, for the log.
         """
         self.entry = entry
         self.header = entry.header
@@ -108,13 +108,13 @@ class Exchange(Transfers):
         *,
         may_be_whole: bool = False,
     ) -> None:
-        """Begin to send the first part of ``message`` to some ranks, or for one rank alone.
+        """Start sending the first part of ``message`` to some ranks.
 
         Args:
-            message: all of it is sent so, if it may be whole and the link can.
-            peers: to whom.
-            destination: the only rank that may take it.
-            may_be_whole: whether its receivers read it, or pass it on alone.
+            message: sent in full if ``may_be_whole`` is set and the link can carry it.
+            peers: the ranks to send to.
+            destination: the only rank that may accept it; by default, all may.
+            may_be_whole: whether its receivers read it, or pass it on as a single message.
         """
         if may_be_whole and not message.is_all_head:
             message.make_whole(self.head_max_nbytes)
@@ -130,18 +130,20 @@ class Exchange(Transfers):
                 self.sends.append((pending, peer, head, message))
 
     def accelerators(self) -> DevicePath:
-        """The way between accelerators, once the peers have all that was sent over the link.
+        """Return the device path, once the peers have everything that was sent over the link.
 
-        Who waits there moves nothing here, and another rank may not come there before it has that.
+        A rank that waits on a device link makes no progress on the other link, and a peer may need
+        what was sent there before it can reach the device link.
         """
         if self.device.linked:
             self.hand_over()
         return self.device
 
     def swap_words(self, peers: Sequence[int]) -> None:
-        """Wait until each of some ranks, which all call this, takes what follows on the devices.
+        """Exchange go-aheads with ranks that all call this, before data follows on device links.
 
-        Who waits there hears of nothing, so it must not wait for one that has refused a message.
+        A wait on a device link cannot be interrupted, so a rank must not enter it for a peer that
+        has rejected a message.
         """
         if peers:
             are_ready = self.words_of(peers)
@@ -161,17 +163,18 @@ class Exchange(Transfers):
         """Wait for the next first message of each of ``peers``.
 
         Args:
-            peers: whose connections they come over.
-            made_by: who made what they pass on; each of them made its own if None.
-            unread: those whose messages are passed on to who reads them; this rank's own options
-                do not judge them.
-            heads_max: how many heads a bundle may hold; one number, or one for each peer.
+            peers: the ranks over whose connections the messages arrive.
+            made_by: the rank that created the message they pass on; if None, each peer created its
+                own.
+            unread: peers whose messages are only passed on; this rank's own options do not apply
+                to them.
+            heads_max: how many heads a bundle may contain; one number, or one per peer.
 
         Raises:
             DesyncError: a peer is in another operation, or on another line where that counts.
-            DecodeError: its codec is not accepted here, and more of its message would follow.
-            WireError: its bytes are no message of this group and lane.
-            TransportTimeout: the limit passed; names all that are missing.
+            DecodeError: this rank does not accept the codec, and more of the message would follow.
+            WireError: the bytes are not a message of this group and lane.
+            TransportTimeout: the timeout expired; names all missing ranks.
             TransportError: a peer is gone.
         """
         link, entry, lane, mine = self._link, self.entry, self.lane, self.header
@@ -199,36 +202,36 @@ class Exchange(Transfers):
         return messages
 
     def open(self, raw: bytes | memoryview, sender: int, heads_max: int = 1) -> Message:
-        """Check the first message that ``sender`` must have made, and take it in.
+        """Check and accept a first message that must have been created by ``sender``.
 
         Args:
-            raw: it begins with it.
+            raw: begins with the message.
             sender: a rank.
-            heads_max: how many heads a bundle may hold.
+            heads_max: how many heads a bundle may contain.
 
         Raises:
             ObjcommError: as ``recv_heads``.
         """
         gate, mine = self.gate, self.header
         theirs = gate.header_in(raw, sender)
-        # The fields from the operation to the fingerprint must agree; the sender is among them.
+        # All fields from the operation to the fingerprint must match; one of them is the sender.
         if gate.signer is not None or theirs[2:10] != (mine[2], sender, *mine[4:10]):
             gate.check_call(mine, theirs, sender)
         message = gate.take_in(raw, theirs, heads_max)
-        # A name says which calls belong together. A header has the end of a long path only.
+        # Calls with a name match by name. A header holds only the end of a long path.
         if not mine.name and not mine.call_site.endswith(theirs.call_site):
             must_agree = self.gate.settings.lines_must_agree
             check_lines(mine, theirs, self._group, must_agree=must_agree)
         return message
 
     def _open_unread(self, raw: bytes, sender: int) -> Message:
-        """The same of one that is passed on; who reads it looks whether it is an old one."""
+        """Like ``open``, for a message passed on; its reader checks whether it is an old one."""
         header = self.gate.header_in(raw, sender)
         check_same_call(self.header, header, sender)
         return head_of(raw, header)
 
     def send_rest(self, message: Message, peers: Sequence[int]) -> None:
-        """Begin to send what follows the head, to some ranks."""
+        """Start sending the data that follows the head, to some ranks."""
         if message.is_all_head:
             return
         beside = [peer for peer in peers if self._is_shared(message, peer)]
@@ -247,7 +250,7 @@ class Exchange(Transfers):
             self.confirm((), peers)
 
     def recv_rest(self, arriving: Sequence[tuple[int, Message]]) -> None:
-        """Wait for what follows the heads of some peers, from all at once."""
+        """Wait for the data that follows the heads of some peers, from all at the same time."""
         arriving = [(peer, message) for peer, message in arriving if not message.is_all_head]
         if not arriving:
             return
@@ -268,10 +271,10 @@ class Exchange(Transfers):
         self.confirm([peer for peer, message in noticed if self._is_noticed(message)], ())
 
     def relay_rest(self, message: Message, root: int) -> None:
-        """Pass on what follows the head of ``root``'s message, piece by piece, to all ranks.
+        """Pass on the data that follows the head of ``root``'s message to all ranks, in pieces.
 
-        The last piece leaves ``root`` when each rank has given its word that it takes the message.
-        So if one refuses it, no rank has returned from the call.
+        ``root`` sends the last piece only after each rank has signaled that it accepts the message.
+        So if one rank rejects it, no rank has returned from the call.
         """
         if message.is_all_head:
             return
@@ -294,15 +297,15 @@ class Exchange(Transfers):
             self.confirm([] if parent is None else [parent], children)
 
     def pass_around(self, messages: Sequence[Message | None], ring: Sequence[int]) -> None:
-        """What follows some ranks' heads, each rank's from neighbour to neighbour to all others.
+        """Pass the data that follows some ranks' heads around a ring, from neighbor to neighbor.
 
         Args:
-            messages: of each rank in the ring; None for one that has none for the others.
+            messages: one for each rank in the ring; None for a rank without one for the others.
             ring: the ranks, the same on each; a rank receives from the one before it.
         """
         size, at = len(ring), ring.index(self.rank)
         left, right, next_own = ring[at - 1], ring[(at + 1) % size], messages[(at + 1) % size]
-        before = [messages[at - steps] for steps in range(1, size)]  # in this order
+        before = [messages[at - steps] for steps in range(1, size)]  # in the order of arrival
         coming = [each for each in before if each is not None]
         mine = messages[at]
         for cut in (self._body_pieces, self._pieces):
@@ -323,17 +326,17 @@ class Exchange(Transfers):
         self.confirm([left], [right])
 
     def relay(self, flats: Sequence[torch.Tensor], root: int) -> None:
-        """Bytes that all ranks have agreed on, none empty, from ``root``'s memory into others'."""
+        """Send bytes that all ranks agreed on, none empty, from ``root``'s memory to all others."""
         place = parent, children, chunk_nbytes = self._place(sum(f.numel() for f in flats), root)
         self._relay([piece for flat in flats for piece in flat.split(chunk_nbytes)], place, flats)
         self.confirm([] if parent is None else [parent], children)
 
     def workspace(self, nbytes: int) -> Workspace | None:
-        """Memory in which all ranks read what each writes; None where they share no host.
+        """Return memory that all ranks write and read; None if they are not all on one host.
 
-        Or where so many bytes are not worth it, or the system has no such memory for one of them.
-        Every rank calls this in the same operation, or none does. The first time on a lane they
-        hand it to each other.
+        Also None if ``nbytes`` is too small to be worth it, or if the system has no such memory for
+        some rank. Either every rank calls this in the same operation, or none. On the first use in
+        a lane, ranks hand the memory to each other.
         """
         others = list(self._others())
         is_worth_it = nbytes >= SHARED_MIN_NBYTES
@@ -364,7 +367,7 @@ class Exchange(Transfers):
         return Workspace(memories) if has_all.item() and all(have_all) else None
 
     def _place(self, nbytes: int, root: int) -> "_Place":
-        """From whom ``root``'s bytes come to this rank, to whom they go on, in which pieces."""
+        """Return this rank's parent and children for ``root``'s bytes, and the size of pieces."""
         route, chunk_nbytes = topology.for_payload(nbytes, self.hosts)
         return *route(self.rank, root, self.size), chunk_nbytes
 
@@ -372,18 +375,18 @@ class Exchange(Transfers):
         return (peer for peer in range(self.size) if peer != self.rank)
 
     def _is_shared(self, message: Message, peer: int) -> bool:
-        """Whether a rank hands its large members over in memory; the same on both ranks."""
+        """Return whether large members are handed over in shared memory; the same on both ranks."""
         is_large = message.header.payload_nbytes >= SHARED_MIN_NBYTES
         can_be = is_large and self._link.sharing_with(peer) is not None
         return can_be and not is_paced(message) and not self.device.is_staged(message)
 
     def make_room(self, message: Message, peer: int) -> None:
-        """Have memory for what follows the head, as far as that tells, and comes from ``peer``."""
+        """Allocate memory for what follows ``peer``'s head, as far as the head describes it."""
         if message.header.is_inline:
             self._open(message, is_shared=self._is_shared(message, peer))
 
     def _open(self, message: Message, *, is_shared: bool) -> None:
-        """Make room for what follows a body, but for what comes with memory of its own; once."""
+        """Allocate, once, for what follows a body, except what arrives with its own memory."""
         if not message.is_open:
             mapped_from = MAPPED_MIN_NBYTES if is_shared else math.inf
             open_body(message, self.device.devices, mapped_from)
@@ -391,19 +394,19 @@ class Exchange(Transfers):
     def _hand_out(
         self, message: Message, root: int, place: "_Place", beside: Sequence[int]
     ) -> topology.Place:
-        """Large members of ``root``'s to every rank, once all have given their word to take them.
+        """Hand ``root``'s large members to every rank, once all have signaled that they accept.
 
-        One rank of each host gets them, passes them on to other hosts, and hands them to those
-        beside it: in memory that its bytes have arrived in, so that the host has them once.
+        One rank of each host receives them, passes them on to other hosts, and shares the memory it
+        received them in with the other ranks on its host, so each host has the bytes only once.
 
         Args:
-            message: the root's.
-            root: whose it is.
-            place: from whom its bytes come, and to whom they go on, where nothing is handed over.
-            beside: all other ranks of this host.
+            message: the root's message.
+            root: the rank that sends it.
+            place: this rank's place if nothing is handed over.
+            beside: all other ranks on this host.
 
         Returns:
-            From whom they came, and to whom this rank has passed them on.
+            The rank that they came from, and the ranks that this rank passed them on to.
         """
         parent, children, chunk_nbytes = place
         first = topology.firsts(self.hosts, root)[self.hosts[self.rank]]
@@ -426,7 +429,7 @@ class Exchange(Transfers):
     def _sent_and_copied(
         self, message: Message, place: "_Place", words: Callable[[], None]
     ) -> Share | None:
-        """A root's large members to other hosts, and into memory for this one meanwhile."""
+        """Send a root's large members to other hosts; meanwhile copy them to shared memory."""
         copies: list[Share | None] = []
 
         def are_all_ready() -> None:
@@ -439,19 +442,19 @@ class Exchange(Transfers):
     def _arrived_in_share(
         self, message: Message, place: "_Place", words: Callable[[], None]
     ) -> Share | None:
-        """The same from another host, and on to the next one, on the first rank of its own."""
+        """Receive large members from another host into shared memory, and pass them on."""
         share = None
-        with contextlib.suppress(OSError):  # no memory for it, or the system refuses such files
+        with contextlib.suppress(OSError):  # no memory left, or the system refuses such files
             share = Share.with_room([buffer.flat.numel() for buffer in message.on_host])
         if share is None:
             message.replace(message.on_host, [with_memory(each) for each in message.on_host])
             self._relay(self._pieces(message, place[2]), place, message, words)
             return None
-        # No variable may keep a piece: its memory goes before this call does.
+        # No variable may hold a piece: its memory must be freed before this call ends.
         self._relay(
             [piece for flat in share.flats for piece in flat.split(place[2])], place, share, words
         )
-        self.hand_over()  # none of it may be written to any more, nor be under way
+        self.hand_over()  # none of it may still be written or sent
         try:
             share.seal()
         except OSError:
@@ -462,7 +465,7 @@ class Exchange(Transfers):
         return share
 
     def _is_noticed(self, message: Message) -> bool:
-        """Whether so much follows its head here that a receipt is due; the same on both ranks."""
+        """Return whether so much follows the head that a receipt is due; the same on both ranks."""
         body_nbytes = 0 if message.header.is_inline else message.header.body_nbytes
         flats = self.device.not_carried(message)
         return body_nbytes + sum(flat.numel() for flat in flats) > _UNNOTICED_NBYTES
@@ -492,14 +495,14 @@ class Exchange(Transfers):
         owner: object,
         are_all_ready: Callable[[], None] | None = None,
     ) -> None:
-        """Pass bytes on; the last ones leave their root when all that get them are ready.
+        """Pass bytes on; the root sends the last ones only once all receivers are ready.
 
         Args:
-            pieces: the bytes, or where they will be.
-            place: this rank's.
-            owner: keeps them alive; a message that is paced has receipts.
-            are_all_ready: waits until those are that get them from this rank; None if more will
-                follow.
+            pieces: the bytes, or the memory for them.
+            place: this rank's place.
+            owner: keeps the memory alive; a paced message has receipts.
+            are_all_ready: waits until the ranks that receive from this one are ready; None if more
+                data will follow.
         """
         self.entry.rounds += bool(pieces)
         parent, children, _ = place
@@ -528,13 +531,13 @@ class Exchange(Transfers):
             self._stream(rest, peer, is_paced=is_paced(message)) for peer, message, rest in arriving
         ]
         self._meter.expect(sum(nbytes_of(rest) for _, _, rest in arriving))
-        # Of all peers in turn, because they send at the same time.
+        # Alternate between peers, because they send at the same time.
         for _ in itertools.zip_longest(*streams):
             pass
 
 
 def _held_back(units: Sequence[Unit], are_all_ready: Callable[[], None]) -> Iterator[Unit]:
-    """What a root sends: its end, a byte or a piece, when all others have given their word."""
+    """Yield what a root sends; its end, a byte or a piece, only after all others are ready."""
     yield from units[:-1]
     yield from (unit[:-1] for unit in units[-1:])
     are_all_ready()
@@ -542,7 +545,7 @@ def _held_back(units: Sequence[Unit], are_all_ready: Callable[[], None]) -> Iter
 
 
 def _are_ready() -> None:
-    """For what is not the last."""
+    """Do nothing: only the last data waits for the receivers."""
 
 
 #: See ``Exchange._place``.

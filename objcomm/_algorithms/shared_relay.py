@@ -1,8 +1,8 @@
-"""Bytes of one rank into the memory of all others on its host, a piece at a time.
+"""Copy bytes from one rank to all other ranks on its host, one piece at a time.
 
-The root copies a piece to where all read it and tells them; each copies it to where it belongs and
-says that it has. So every byte is copied once on each rank, and no more memory is needed than that
-of some pieces.
+The root copies a piece into memory that all ranks can read and signals them. Each rank copies it to
+its destination and signals back. So each rank copies every byte once, and the shared memory only
+has to hold a few pieces.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,20 +15,20 @@ from objcomm._algorithms.transfers import Arriving
 from objcomm._codecs.buffers import empty
 from objcomm._transport.workspace import TURNS, Workspace
 
-#: Some neighbouring bytes: a tensor of them, and where they lie in the workspace.
+#: Adjacent bytes: tensors, each with its position in the workspace.
 Piece = list[tuple[torch.Tensor, slice]]
 
 
 def relay(
     exchange: Exchange, flats: Sequence[torch.Tensor], root: int, workspace: Workspace
 ) -> None:
-    """Copy ``root``'s bytes to all ranks; every rank calls this with as many, or none does.
+    """Copy ``root``'s bytes to all ranks; all call this with equally many bytes, or none does.
 
     Args:
-        exchange: this operation's.
-        flats: ``uint8``, on the root the bytes and elsewhere room for them.
-        root: whose bytes they are.
-        workspace: the lane's.
+        exchange: the operation's exchange.
+        flats: ``uint8``; the bytes on the root, memory for them on other ranks.
+        root: the rank that has the bytes.
+        workspace: the lane's workspace.
     """
     others = [peer for peer in range(exchange.size) if peer != exchange.rank]
     peers = others if exchange.rank == root else [root]
@@ -61,7 +61,7 @@ def _await(coming: Sequence[tuple[int, Arriving]]) -> None:
 
 
 def _pieces(flats: Sequence[torch.Tensor], nbytes: int) -> Iterator[Piece]:
-    """The flats cut so that each piece but the last one has so many bytes."""
+    """Cut the tensors into pieces of ``nbytes`` bytes; the last may be shorter."""
     piece: Piece = []
     filled = 0
     for flat in flats:
