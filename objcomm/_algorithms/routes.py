@@ -1,7 +1,7 @@
-"""The patterns of traffic: one to all, all to one, one to each, each to each, one to one.
+"""Traffic patterns: one to all, all to one, one to each, each to each, and one to one.
 
-Each function is called by every rank of the group (``send`` and ``recv`` by the two concerned) and
-reads as the protocol. What a message means is the callers' business.
+Every rank of the group calls each function (only the two ranks involved call ``send`` and
+``recv``), and its body reads as the protocol. What a message means is up to the callers.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from objcomm._wire.header import Status
 from objcomm._wire.message import Message, compose, head_of
 from objcomm.errors import WireError
 
-#: The rank through which every rank's small messages reach all ranks.
+#: The rank through which all ranks' small messages reach all other ranks.
 HUB = 0
 
 _PAIR = 2
@@ -26,22 +26,22 @@ _FAILURE = int(Status.FAILURE)
 def broadcast(
     exchange: Exchange, message: Message | None, root: int, heads_max: int = 1
 ) -> Message:
-    """``root``'s message to every rank.
+    """Send ``root``'s message to every rank.
 
     Args:
-        exchange: this operation's.
-        message: on ``root`` what to send; elsewhere ignored.
+        exchange: the operation's exchange.
+        message: the message to send, on ``root``; ignored on other ranks.
         root: the same on every rank.
-        heads_max: how many heads it may hold, if it is a bundle.
+        heads_max: how many heads it may contain, if it is a bundle.
 
     Returns:
-        The message: ``root``'s own there, what arrived elsewhere.
+        The message: on ``root`` its own, on other ranks the received one.
     """
     parent, children, _ = topology.tree(exchange.rank, root, exchange.hosts)
     if parent is not None:
         (message,) = exchange.recv_heads([parent], made_by=root, heads_max=heads_max)
     elif message is None:
-        raise WireError("the root of a broadcast has no message")  # a fault of the caller's
+        raise WireError("the root of a broadcast has no message")  # a bug in the caller
     else:
         exchange.entry.rounds += 1
     if children:
@@ -56,7 +56,7 @@ def broadcast(
 
 
 def relay(exchange: Exchange, flats: Sequence[torch.Tensor], root: int) -> None:
-    """Bytes that all ranks have agreed on, none empty, from ``root``'s memory into others'."""
+    """Send bytes that all ranks agreed on, none empty, from ``root``'s memory to all others."""
     workspace = exchange.workspace(sum(flat.numel() for flat in flats))
     if workspace is None:
         exchange.relay(flats, root)
@@ -67,15 +67,17 @@ def relay(exchange: Exchange, flats: Sequence[torch.Tensor], root: int) -> None:
 def gather_heads(
     exchange: Exchange, message: Message, root: int, *, may_be_whole: bool = False
 ) -> list[Message] | None:
-    """Every rank's first message to ``root``, which gets them in rank order; ``None`` elsewhere.
+    """Send every rank's first message to ``root``, which gets them in rank order; else ``None``.
 
-    A rank that has others below it in the tree sends theirs with its own, as one, and reads none.
+    A rank with other ranks below it in the tree sends their messages bundled with its own, without
+    reading them.
 
     Args:
-        exchange: this operation's.
-        message: this rank's.
+        exchange: the operation's exchange.
+        message: this rank's message.
         root: the same on every rank.
-        may_be_whole: whether all of it may come with its head, where ``root`` itself receives that.
+        may_be_whole: whether a message may be sent in full with its head if ``root`` itself
+            receives it.
     """
     parent, children, below = topology.tree(exchange.rank, root, exchange.hosts)
     if not children:
@@ -85,7 +87,7 @@ def gather_heads(
             exchange.send_head(message, [parent], may_be_whole=may_be_whole)
             return None
         return [message]
-    if parent is None and len(children) == exchange.size - 1:  # nobody has others below
+    if parent is None and len(children) == exchange.size - 1:  # no child has ranks below it
         gathered = [message] * exchange.size
         for child, each in zip(children, exchange.recv_heads(children), strict=True):
             gathered[child] = each
@@ -113,13 +115,13 @@ def gather_heads(
 def gather(
     exchange: Exchange, message: Message, root: int, max_nbytes: float = math.inf
 ) -> list[Message] | None:
-    """Every rank's message to ``root``, each at its own size; ``None`` elsewhere.
+    """Send every rank's message to ``root``, each at its own size; ``None`` on other ranks.
 
     Args:
-        exchange: this operation's.
-        message: this rank's.
-        root: the same on every rank, like all that follows.
-        max_nbytes: of messages with more than that only the heads move.
+        exchange: the operation's exchange.
+        message: this rank's message.
+        root: the same on every rank, like ``max_nbytes``.
+        max_nbytes: of larger messages, only the heads are sent.
     """
     is_wanted = message.header.nbytes <= max_nbytes
     messages = gather_heads(exchange, message, root, may_be_whole=is_wanted)
@@ -143,11 +145,11 @@ def gather(
 
 
 def all_gather(exchange: Exchange, message: Message) -> list[Message]:
-    """Every rank's message to every rank, in rank order.
+    """Send every rank's message to every rank; returns them in rank order.
 
-    First all heads go to all ranks. What is large then goes from each rank to each, at its own
-    size, or around a ring where there are several hosts. Where a rank failed nothing large moves:
-    all ranks see the failure in the heads.
+    First, all heads go to all ranks. Large data then goes from each rank to each at its own size,
+    or around rings if there are several hosts. If a rank failed, nothing large is sent, because all
+    ranks see the failure in the heads.
     """
     messages = all_gather_heads(exchange, message)
     is_over = True
@@ -159,7 +161,7 @@ def all_gather(exchange: Exchange, message: Message) -> list[Message]:
         return messages
     others = [peer for peer in range(exchange.size) if peer != exchange.rank]
     if len({each.is_all_head for each in messages}) > 1:
-        # Who sends nothing more would not hear that another rank refuses some third one's.
+        # Otherwise a rank that sends nothing more would not notice if one rank rejected another's.
         exchange.confirm(others, others)
     if len(set(exchange.hosts)) > 1:
         _pass_around(exchange, messages)
@@ -174,12 +176,12 @@ def all_gather(exchange: Exchange, message: Message) -> list[Message]:
 
 
 def _pass_around(exchange: Exchange, messages: Sequence[Message]) -> None:
-    """What follows every rank's head: around rings from host to host, and then within each host.
+    """Send what follows every rank's head around rings from host to host, then within each host.
 
-    The ranks that are the first of their hosts make a ring, those that are the second another one.
-    So each network card carries in either direction what it must, and once; directly it would carry
-    it once for each pair of ranks, and streams that reach a card together lose packets. A host with
-    fewer ranks than others is in as many rings.
+    The first ranks of all hosts form one ring, the second ranks another, and so on. So each network
+    card carries everything just once in either direction. If ranks sent to each other directly, it
+    would carry it once per pair of ranks, and streams that reach a card at the same time lose
+    packets. Ranks of a host that has fewer of them are members of several rings.
     """
     if all(each.is_all_head for each in messages):
         return
@@ -198,17 +200,17 @@ def _pass_around(exchange: Exchange, messages: Sequence[Message]) -> None:
             exchange.pass_around(theirs, ring)
     for each in carried[exchange.rank][1:]:
         exchange.send_rest(each, others)
-    # One of each peer's at a time, in the order in which it sends them.
+    # One message per peer at a time, in the order in which it sends them.
     for several in itertools.zip_longest(*(carried[peer] for peer in others)):
         pairs = zip(others, several, strict=True)
         exchange.recv_rest([(peer, each) for peer, each in pairs if each is not None])
 
 
 def all_gather_heads(exchange: Exchange, message: Message) -> list[Message]:
-    """Every rank's first message to every rank, in rank order.
+    """Send every rank's first message to every rank; returns them in rank order.
 
-    Two ranks swap them. More let one rank gather them and send all of them to all as one: two
-    rounds instead of one, but with 4 ranks 6 messages instead of 12.
+    Two ranks swap them. With more, one rank gathers them and sends all of them to all ranks as one
+    message. That takes two rounds instead of one, but with 4 ranks 6 messages instead of 12.
     """
     if exchange.size == _PAIR:
         return _swap_heads(exchange, message)
@@ -230,15 +232,15 @@ def _swap_heads(exchange: Exchange, message: Message) -> list[Message]:
 
 
 def compose_bundle(exchange: Exchange, heads: Sequence[bytes | memoryview]) -> Message:
-    """One message made of several heads, or of what other bundles hold."""
+    """Build one message from several heads, or from the contents of other bundles."""
     return compose(exchange.header, bytearray().join(heads), status=Status.BUNDLE, codec="")
 
 
 def contents_of(bundle: Message) -> memoryview:
-    """The heads in a bundle, one after another.
+    """Return the heads in a bundle, one after another.
 
     Raises:
-        WireError: it is none.
+        WireError: it is not a bundle.
     """
     if bundle.header.status != Status.BUNDLE:
         raise WireError(f"{bundle.header.position} sent no bundle")
@@ -249,13 +251,13 @@ def contents_of(bundle: Message) -> memoryview:
 def open_bundle(
     exchange: Exchange, bundle: Message, ranks: Sequence[int], mine: Message | None = None
 ) -> list[Message]:
-    """The messages of some ranks, of whose heads a bundle is made.
+    """Return the messages of some ranks from a bundle of their heads.
 
     Args:
-        exchange: this operation's.
-        bundle: holds them, in the order of ``ranks``.
-        ranks: whose they are.
-        mine: this rank's own, which takes its place.
+        exchange: the operation's exchange.
+        bundle: contains the heads, in the order of ``ranks``.
+        ranks: the ranks.
+        mine: this rank's own message, used instead of its copy in the bundle.
     """
     rest = contents_of(bundle)
     messages = []
@@ -268,15 +270,15 @@ def open_bundle(
 
 
 def scatter(exchange: Exchange, messages: Sequence[Message] | None, root: int) -> Message:
-    """One message of ``root``'s for each rank; returns this rank's.
+    """Send one of ``root``'s messages to each rank; returns this rank's.
 
-    What follows the heads goes from ``root`` to each rank, when all for which there is more have
-    given their word that they take theirs.
+    ``root`` sends data after the heads directly to each rank, once all ranks that expect such data
+    have signaled that they accept it.
     """
     parent, children, below = topology.tree(exchange.rank, root, exchange.hosts)
     if messages is None:
         if parent is None:
-            raise WireError("the root of a scatter has no messages")  # a fault of the caller's
+            raise WireError("the root of a scatter has no messages")  # a bug in the caller
         return _recv_scattered(exchange, parent, children, below, root)
     exchange.entry.rounds += 1
     others = [peer for peer in range(exchange.size) if peer != root]
@@ -302,7 +304,7 @@ def _recv_scattered(
     below: Sequence[Sequence[int]],
     root: int,
 ) -> Message:
-    """This rank's message, after those for ranks below it were passed on."""
+    """Return this rank's message, after passing on those for ranks below it."""
     if not children:
         return recv(exchange, parent, made_by=root, gives_word=True)
     heads_max = 1 + sum(map(len, below))
@@ -323,7 +325,7 @@ def _recv_scattered(
 def _cut(
     exchange: Exchange, heads: memoryview, senders: Sequence[int]
 ) -> tuple[memoryview, memoryview]:
-    """The first of some heads, unread, one for each of their ``senders``; and the others."""
+    """Cut heads, without reading them, into one for each of ``senders``, and the remaining ones."""
     nbytes = 0
     for sender in senders:
         nbytes += exchange.gate.header_in(heads[nbytes:], sender).head_nbytes
@@ -336,15 +338,15 @@ def _send_bundle(exchange: Exchange, bundle: Message, peer: int) -> None:
 
 
 def all_to_all(exchange: Exchange, messages: Sequence[Message]) -> list[Message]:
-    """One message of every rank's for each rank; returns those for this rank, in rank order.
+    """Send one message of every rank to each rank; returns those for this rank, in rank order.
 
-    First the heads go from each rank to each, those between two hosts as one. A rank that failed
-    says so in all of its heads, so all ranks know it before anything large moves, which then goes
-    at its own size.
+    First, the heads go from each rank to each; those between two hosts are bundled. A rank that
+    failed says so in all of its heads, so all ranks know before large data is sent, each at its own
+    size.
 
     Args:
-        exchange: this operation's.
-        messages: one for each rank; this rank's own comes back as it is.
+        exchange: the operation's exchange.
+        messages: one for each rank; this rank's own is returned unchanged.
     """
     others = [peer for peer in range(exchange.size) if peer != exchange.rank]
     hosts = [tuple(ranks) for ranks in topology.by_host(exchange.hosts).values()]
@@ -377,7 +379,7 @@ def all_to_all(exchange: Exchange, messages: Sequence[Message]) -> list[Message]
 def _swap_directly(
     exchange: Exchange, messages: Sequence[Message], peers: Sequence[int]
 ) -> dict[int, Message]:
-    """Give some ranks their heads, and get theirs, by rank."""
+    """Send some ranks their heads, and receive theirs, by rank."""
     for peer in peers:
         exchange.send_head(messages[peer], [peer], destination=peer)
     return dict(zip(peers, exchange.recv_heads(peers), strict=True)) if peers else {}
@@ -386,10 +388,10 @@ def _swap_directly(
 def _swap_by_host(
     exchange: Exchange, messages: Sequence[Message], hosts: Sequence[tuple[int, ...]]
 ) -> dict[int, Message]:
-    """The same with all ranks: what one host's ranks have for another host's travels as one.
+    """Swap heads with all ranks, bundling all heads between two hosts into one message.
 
     Args:
-        exchange: this operation's.
+        exchange: the operation's exchange.
         messages: one for each rank.
         hosts: the ranks of each host.
     """
@@ -437,7 +439,7 @@ def _recv_bundles(
 
 
 def send(exchange: Exchange, message: Message, peer: int) -> None:
-    """A message to one rank, which calls ``recv``."""
+    """Send a message to one rank, which calls ``recv``."""
     exchange.entry.rounds += 1
     exchange.send_head(message, [peer], destination=peer, may_be_whole=True)
     exchange.send_rest(message, [peer])
@@ -448,13 +450,13 @@ def send(exchange: Exchange, message: Message, peer: int) -> None:
 def recv(
     exchange: Exchange, peer: int, *, made_by: int | None = None, gives_word: bool = False
 ) -> Message:
-    """The message of one rank, which calls ``send``, or passes on what another one has made.
+    """Receive a message from one rank, which calls ``send`` or passes on another rank's message.
 
     Args:
-        exchange: the call's.
-        peer: who sends its head.
-        made_by: who made it, and sends the rest; ``peer`` if None.
-        gives_word: whether who sends the rest waits for the word that there is room for it.
+        exchange: the call's exchange.
+        peer: the rank that sends its head.
+        made_by: the rank that created it and sends the rest; ``peer`` if None.
+        gives_word: whether the sender of the rest waits for a signal that there is memory for it.
     """
     (message,) = exchange.recv_heads([peer], made_by=made_by)
     source = peer if made_by is None else made_by
@@ -462,7 +464,7 @@ def recv(
 
 
 def _with_rest(exchange: Exchange, message: Message, peer: int, *, gives_word: bool) -> Message:
-    """A message for this rank alone, with what follows its head, which comes from ``peer``."""
+    """Receive the rest of a message for this rank alone from ``peer``, and return the message."""
     exchange.gate.check_addressed(message.header)
     if gives_word and not message.is_all_head:
         exchange.make_room(message, peer)
@@ -474,7 +476,7 @@ def _with_rest(exchange: Exchange, message: Message, peer: int, *, gives_word: b
 
 
 def all_meet(exchange: Exchange, message: Message) -> None:
-    """Return when every rank has called this; ``message`` is any small one."""
+    """Return once every rank has called this; ``message`` is any small message."""
     if exchange.size == _PAIR:
         _swap_heads(exchange, message)
         return
@@ -487,9 +489,9 @@ def all_meet(exchange: Exchange, message: Message) -> None:
 
 
 def meet_before_devices(exchange: Exchange) -> None:
-    """Return when every rank is ready for what follows on the devices.
+    """Return once every rank is ready for what follows on the devices.
 
-    Nothing wakes who waits there. So a rank that has no room for it, or refuses a message, must
-    raise before anybody does, and so on all ranks.
+    Nothing wakes a rank that waits there. So a rank that has no memory for the data, or rejects a
+    message, must raise before any rank waits there, and so must all other ranks.
     """
     all_meet(exchange, compose(exchange.header, b""))

@@ -1,9 +1,9 @@
-"""One operation's transfers over a link: begun, waited for, and named where they fail.
+"""One operation's transfers over a link: starting them, waiting for them, and naming failures.
 
-A receiver waits for a *unit* in one go. Normally all that follows a head is one unit, and one
-receipt tells the sender of it. Where a message's header says that it is paced, each piece is a unit
-with a receipt of its own, so that both ends know how many bytes have arrived. Knows tags and
-receipts; knows no message, and nothing of what the bytes mean.
+A receiver waits for one *unit* at a time. Normally, all data after a head is one unit, and a single
+receipt informs the sender. If a message's header says that it is paced, each piece is a unit with
+its own receipt, so that both ends know how many bytes have arrived. This module knows tags and
+receipts, but not what the bytes mean.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from objcomm.errors import TransportError, TransportTimeout, WireError
 
 _PACED = int(Flag.PACED)  # an IntFlag's ``&`` costs 0.7 µs
 
-#: A process may have 65,530 mappings; smaller members are as fast to copy.
+#: A process may have 65,530 mappings. Smaller members can be copied just as fast.
 MAPPED_MIN_NBYTES = 1 << 20
 
 #: The tensors of one unit, in order.
@@ -47,13 +47,13 @@ Unit = list[torch.Tensor]
 
 
 class Meter(Protocol):
-    """Is told of a call's bytes while they move, on the thread that moves them; never raises."""
+    """Receives a call's progress in bytes, on the thread that moves them; never raises."""
 
     def expect(self, nbytes: int) -> None:
-        """So many more are to move."""
+        """Announce ``nbytes`` more bytes to move."""
 
     def moved(self, nbytes: int) -> None:
-        """So many have arrived: here, or at all the ranks to which this one sends them."""
+        """Report ``nbytes`` more bytes as arrived, here or at all ranks this one sends them to."""
 
 
 class _Nobody:
@@ -64,17 +64,17 @@ class _Nobody:
         """See ``Meter``."""
 
 
-#: The meter of a call that shows nothing.
+#: The meter of a call that shows no progress.
 NOBODY: Meter = _Nobody()
 
 
 def is_paced(message: Message) -> bool:
-    """Whether each piece of what follows the head has a receipt."""
+    """Return whether each piece of the data after the head has a receipt."""
     return bool(message.header.flags & _PACED)
 
 
 def nbytes_of(units: Sequence[Unit]) -> int:
-    """How long some units are together."""
+    """Return the total length of some units in bytes."""
     return sum(flat.numel() for unit in units for flat in unit)
 
 
@@ -82,25 +82,25 @@ class Arriving(NamedTuple):
     """Bytes on their way to this rank.
 
     Attributes:
-        flat: where they arrive.
-        await_from: waits for them, given the rank that sends them.
+        flat: the memory that they arrive in.
+        await_from: waits for them; takes the rank that sends them.
     """
 
     flat: torch.Tensor
     await_from: Callable[[int], None]
 
     def wait(self, peer: int) -> torch.Tensor:
-        """Where they have arrived."""
+        """Wait for the bytes, and return the memory with them."""
         self.await_from(peer)
         return self.flat
 
 
 class Loan(NamedTuple):
-    """Memory that a rank of this host hands over to this one.
+    """Memory that another rank on this host hands over to this one.
 
     Attributes:
-        buffers: what its members become.
-        peer: whose it is.
+        buffers: receive the content.
+        peer: the rank that owns the memory.
         borrowed: the transfer.
     """
 
@@ -113,8 +113,8 @@ class _Milestone(NamedTuple):
     """A unit on its way from this rank to some others.
 
     Attributes:
-        nbytes: how many bytes have moved when all of them have it.
-        receipts: each one's: the receive, the rank, and where it arrives.
+        nbytes: number of bytes to report as moved once all of the ranks have it.
+        receipts: one per rank: the pending receive, the rank, and the memory for the receipt.
     """
 
     nbytes: int
@@ -122,12 +122,12 @@ class _Milestone(NamedTuple):
 
 
 class Transfers:
-    """See the module; sends are begun, ``finish`` ends them.
+    """See the module docstring. Sends are only started; ``finish`` completes them.
 
     Attributes:
-        lane: on which the call is made.
-        entry: the call on this rank, which counts what moves over the link.
-        sends: those that are not over, with their peers, their memory, and what owns that.
+        lane: the lane on which the call is made.
+        entry: the call's record on this rank, which counts bytes moved over the link.
+        sends: unfinished sends, each with its peer, its memory, and the owner of that memory.
         milestones: receipts that ``finish`` waits for.
     """
 
@@ -139,7 +139,7 @@ class Transfers:
     sends: list[tuple[Pending, int, Memory, object]]
     milestones: Sequence[list[_Milestone]] = ()
 
-    # What is small needs none of these.
+    # Properties, because small messages need none of these tags.
 
     @property
     def _payload_tag(self) -> int:
@@ -154,10 +154,10 @@ class Transfers:
         return result_tag(self.lane.number, self.entry.header.sequence)
 
     def ended(self, pieces: list[torch.Tensor]) -> Unit:
-        """The same bytes, cut so that who waits for them hears of a peer's end.
+        """Cut bytes so that a receiver that waits for them notices when the peer goes away.
 
-        Where the link needs it, the last byte travels by itself. A receiver waits for that first:
-        its receive stands posted, and untouched, until all before it has come.
+        If the link needs it, the last byte is sent separately. The receiver waits for that byte
+        first: its receive remains posted until everything before it has arrived.
         """
         if not self._link.needs_last_byte_apart or not pieces or pieces[-1].numel() <= 1:
             return pieces
@@ -167,7 +167,7 @@ class Transfers:
     def units(
         self, message: Message, flats: Sequence[torch.Tensor], chunk_nbytes: int
     ) -> list[Unit]:
-        """What follows a head, or a part of it, as sender and receiver cut it alike."""
+        """Cut data after a head, or a part of it, the same way on sender and receiver."""
         if is_paced(message):
             return [self.ended([piece]) for flat in flats for piece in flat.split(chunk_nbytes)]
         return [self.ended(list(flats))] if flats else []
@@ -175,13 +175,13 @@ class Transfers:
     def send_flat(
         self, flat: torch.Tensor, peer: int, *, is_result: bool = False, is_ended: bool
     ) -> None:
-        """Begin to send bytes that both ranks have agreed on; ``peer`` calls ``arriving``.
+        """Start sending bytes that both ranks agreed on; ``peer`` calls ``arriving``.
 
         Args:
-            flat: ``uint8``; it may not change before ``finish``.
-            peer: to whom.
+            flat: ``uint8``; must not change before ``finish``.
+            peer: the rank to send to.
             is_result: which of the two streams between two ranks it belongs to.
-            is_ended: whether the receiver waits for its end first, see ``ended``.
+            is_ended: whether the receiver waits for its end first; see ``ended``.
         """
         tag = self._result_tag if is_result else self._payload_tag
         for piece in self.ended([flat]) if is_ended else [flat]:
@@ -190,14 +190,14 @@ class Transfers:
     def arriving(
         self, flat: torch.Tensor, peer: int, *, is_result: bool = False, is_ended: bool
     ) -> "Arriving":
-        """Begin to receive what ``peer`` sends by ``send_flat`` with the same options."""
+        """Start receiving what ``peer`` sends with ``send_flat`` and the same options."""
         tag = self._result_tag if is_result else self._payload_tag
         pieces = self.ended([flat]) if is_ended else [flat]
         pendings = [self._post(peer, piece, tag) for piece in pieces]
         return Arriving(flat, functools.partial(self._wait_backwards, pendings))
 
     def confirm(self, received_from: Iterable[int], sent_to: Iterable[int]) -> None:
-        """Tell some ranks that all they sent has come, and let ``finish`` wait for such words."""
+        """Send receipts to some ranks, and let ``finish`` wait for receipts from others."""
         for peer in received_from:
             self._send(empty(1), peer, self._receipt_tag, None)
         for peer in sent_to:
@@ -205,9 +205,9 @@ class Transfers:
             self.sends.append((self._post(peer, flat, self._receipt_tag), peer, flat, None))
 
     def words_of(self, peers: Iterable[int]) -> Callable[[], None]:
-        """Expect a word of some ranks that they take what follows; what comes back waits for it.
+        """Expect go-aheads from some ranks; the returned function waits for them.
 
-        To be called before it is sent, as ``_expect_receipts``.
+        Like ``_expect_receipts``, call this before starting the sends that they follow.
         """
         flats = [(peer, empty(1)) for peer in peers]
         posted = [(self._post(peer, flat, self._receipt_tag), peer, flat) for peer, flat in flats]
@@ -219,22 +219,22 @@ class Transfers:
         return wait
 
     def give_word(self, peer: int) -> None:
-        """Tell ``peer`` that this rank takes what follows."""
+        """Signal to ``peer`` that this rank accepts the data that follows."""
         self._send(empty(1), peer, self._receipt_tag, None)
 
     def tell(self, raw: bytes, peer: int, tag: int) -> None:
-        """Begin to send a few bytes that are no part of a message."""
+        """Start sending a few bytes that are not part of a message."""
         self._send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), peer, tag, None)
 
     def share(
         self, flats: Sequence[torch.Tensor], peers: Sequence[int], share: Share | None
     ) -> None:
-        """Begin to hand bytes over to ranks of this host, all of which call ``borrow``.
+        """Start handing bytes over to ranks on this host, all of which call ``borrow``.
 
         Args:
-            flats: none if nothing is to be handed over; they may not change before ``finish``.
-            peers: to whom.
-            share: has their content; None where the system gives no such memory.
+            flats: empty if there is nothing to hand over; must not change before ``finish``.
+            peers: the ranks to hand them to.
+            share: holds their content; None if the system provides no such memory.
         """
         for peer in peers if flats else ():
             try:
@@ -245,11 +245,11 @@ class Transfers:
             self.entry.sent_nbytes += nbytes_of([list(flats)])
 
     def borrow(self, buffers: Sequence[Buffer], peer: int) -> "Loan | None":
-        """Begin to receive what ``peer`` hands over by ``share``; None if that is nothing.
+        """Start receiving what ``peer`` hands over with ``share``; None if that is nothing.
 
         Args:
-            buffers: what it becomes: with memory to copy it into, or without, to be mapped.
-            peer: whose it is.
+            buffers: receive the content: those with memory get a copy, the others are mapped.
+            peer: the rank that hands it over.
         """
         if not buffers:
             return None
@@ -263,10 +263,10 @@ class Transfers:
         return Loan(buffers, peer, borrowed)
 
     def lent(self, loan: "Loan | None") -> list[Buffer]:
-        """Wait for what is handed over; the buffers, all of them with memory that is filled.
+        """Wait for the memory handed over; return the buffers, all filled.
 
         Raises:
-            WireError: it is not what was announced; or there is no memory for a copy.
+            WireError: it is not what was announced, or there is no memory for a copy.
             TransportError: the peer is gone.
         """
         if loan is None:
@@ -284,16 +284,16 @@ class Transfers:
         return filled
 
     def swap(self, share: Share | None, peers: Sequence[int]) -> dict[int, Share | None]:
-        """Give some ranks of this host a share, and get theirs; all of them call this.
+        """Give some ranks on this host a share, and get theirs; all of them call this.
 
         Args:
-            share: this rank's; None if it has none.
-            peers: the others.
+            share: this rank's share; None if it has none.
+            peers: the other ranks.
 
         Raises:
             TransportError: one of them is gone.
         """
-        token = [empty(1)]  # a share stands for content, which is sent where there is none
+        token = [empty(1)]  # sent in place of a missing share
         self.share(token, peers, share)
         given: dict[int, Share | None] = {}
         for peer in peers:
@@ -309,7 +309,7 @@ class Transfers:
         return given
 
     def _copied(self, loan: "Loan") -> list[Buffer]:
-        """The same over the link, where the system has nothing to share."""
+        """Receive the content over the link, if the system has no memory to share."""
         buffers = [with_memory(each) for each in loan.buffers]
         try:
             flats = [each.flat for each in buffers]
@@ -322,14 +322,14 @@ class Transfers:
     def _sharing(self, peer: int) -> Sharing:
         sharing = self._link.sharing_with(peer)
         if sharing is None:
-            raise WireError(f"nothing is handed over to rank {peer}")  # a fault of the caller's
+            raise WireError(f"nothing is handed over to rank {peer}")  # a bug in the caller
         return sharing
 
     def finish(self) -> None:
-        """Wait until everything that was sent has been taken; receipts come before what they tell.
+        """Wait until everything that was sent has been taken; receipts are awaited first.
 
-        A link need not wake who waits for a send when the connection closes. So each wait is one
-        that can be abandoned, by a thread of the link's where that is so.
+        A link may not wake a thread that waits for a send when the connection closes. With such a
+        link, one of its own threads does the waiting, so that this thread can give up.
         """
         if self.milestones:
             for row in itertools.zip_longest(*self.milestones):
@@ -342,11 +342,11 @@ class Transfers:
             self.hand_over()
 
     def hand_over(self) -> None:
-        """Wait until the peers have all that was sent, before this rank waits elsewhere."""
+        """Wait until the peers have everything that was sent, before this rank waits elsewhere."""
         if self.sends:
             try:
                 self._link.wait_apart(self._await_sends)
-            except LinkError as error:  # given up
+            except LinkError as error:  # the wait was given up
                 raise self._naming(error, (self.entry.awaits,)) from error
             self.sends.clear()
 
@@ -357,10 +357,10 @@ class Transfers:
     def _expect_receipts(
         self, units: Sequence[Unit], peers: Sequence[int], *, is_counted: bool = True
     ) -> None:
-        """Let ``finish`` wait for all receipts of each unit in turn, and tell the meter.
+        """Let ``finish`` wait for each unit's receipts in order, and report them to the meter.
 
-        To be called before the units are sent. A receipt may leave its rank only after the link's
-        word that this one has posted the receive, and that would queue behind all that is sent.
+        Call this before starting the sends. A rank may send a receipt only after the link has
+        announced that this rank posted the receive, and that would queue behind all that is sent.
         """
         column = []
         for unit in units:
@@ -372,7 +372,7 @@ class Transfers:
         self.milestones = [*self.milestones, column]
 
     def _stream(self, units: Sequence[Unit], peer: int, *, is_paced: bool) -> Iterator[Unit]:
-        """Begin to receive what ``peer`` sends; the iterator waits for one unit after another."""
+        """Start receiving what ``peer`` sends; the iterator waits for one unit after another."""
         ahead = self._link.ahead if is_paced else len(units)
         posted = deque(self._posted(peer, unit) for unit in units[:ahead])
         return self._arrivals(units, peer, posted, is_paced=is_paced)
@@ -389,7 +389,7 @@ class Transfers:
             yield unit
 
     def _take(self, unit: Unit, pendings: Sequence[Pending], peer: int) -> None:
-        """Wait for a unit, and tell that it has come."""
+        """Wait for a unit, and report that it has arrived."""
         self._wait_backwards(pendings, peer)
         self._meter.moved(nbytes_of([unit]))
 
@@ -400,7 +400,7 @@ class Transfers:
             raise self._naming(error, (peer,)) from error
         self.entry.sent_nbytes += 0 if tag & RECEIPT else flat.numel()
         if pending is not None:
-            # The memory must outlive the transfer, so its owner is kept beside it.
+            # The memory must outlive the transfer, so its owner is stored with it.
             self.sends.append((pending, peer, flat, owner))
 
     def _post(self, peer: int, flat: torch.Tensor, tag: int) -> Pending:
@@ -414,7 +414,7 @@ class Transfers:
         return [self._post(peer, flat, self._payload_tag) for flat in flats]
 
     def _wait_backwards(self, pendings: Sequence[Pending], peer: int) -> None:
-        """Wait for the end first: see ``ended``."""
+        """Wait for the end first; see ``ended``."""
         for pending in reversed(pendings):
             self._wait(pending, peer)
 
@@ -426,32 +426,32 @@ class Transfers:
             raise self._naming(error, (peer,)) from error
 
     def _naming(self, error: LinkError, peers: tuple[int, ...]) -> TransportError:
-        """What a link raised, as an error that names the ranks concerned."""
+        """Convert a link's error to one that names the ranks involved."""
         if self._has_timed_out(error):
             return TransportTimeout(self.entry.operation, peers, self._deadline.seconds)
         return TransportError(self.entry.operation, peers, error.reason)
 
     def _has_timed_out(self, error: LinkError) -> bool:
-        # What the watchdog closes because our limit has passed, it marks first. Another end may
-        # have come before, and be noticed late: a busy machine has held this thread up.
+        # The watchdog marks the call as expired before it closes connections. The clock alone says
+        # nothing: if a busy machine held this thread up, an earlier end may be noticed only now.
         return self.entry.has_expired or isinstance(error, LinkTimeout)
 
 
 def share_of(flats: Sequence[torch.Tensor]) -> Share | None:
-    """Members' content in memory to be handed over; None if there is none of it, or of them."""
-    with contextlib.suppress(OSError):  # no memory for it, or the system refuses such files
+    """Return tensors' content in memory to hand over; None if there is no memory or no tensor."""
+    with contextlib.suppress(OSError):  # no memory left, or the system refuses such files
         return Share.of(flats) if flats else None
     return None
 
 
 def with_memory(buffer: Buffer) -> Buffer:
-    """The same with memory, if it has none."""
+    """Return the same buffer with memory, if it has none."""
     flat = buffer.flat
     return allocate(buffer.kind, flat.numel()) if flat.is_meta else buffer
 
 
 def taken_out(buffers: Sequence[Buffer], share: Share) -> list[Buffer]:
-    """Buffers with the content of a share, which they do not need any more."""
+    """Return buffers with the content of a share, which is no longer needed afterwards."""
     try:
         where = places([each.flat.numel() for each in buffers])
         return [_filled(*each, share) for each in zip(buffers, where, strict=True)]
@@ -461,9 +461,9 @@ def taken_out(buffers: Sequence[Buffer], share: Share) -> list[Buffer]:
 
 
 def _filled(buffer: Buffer, place: Place, share: Share) -> Buffer:
-    """A buffer with its content: mapped if it has no memory, and copied where it has."""
+    """Return a buffer with its content: mapped if it has no memory, otherwise copied."""
     if buffer.flat.is_meta:
-        with contextlib.suppress(OSError):  # the process has no room for more mappings
+        with contextlib.suppress(OSError):  # too many mappings in this process
             return over(buffer.kind, share.mapped(place, buffer.flat.numel()))
     buffer = with_memory(buffer)
     share.read_into(buffer.flat, place)
