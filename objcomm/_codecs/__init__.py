@@ -1,6 +1,6 @@
-"""Codecs: an object becomes the codec's own bytes and a list of raw buffers, and back.
+"""Codecs convert an object to the codec's own bytes and a list of raw buffers, and back.
 
-Knows nothing of groups, ranks or messages.
+They know nothing of groups, ranks or messages.
 """
 
 from objcomm._codecs.base import codec_named, copy, decode, encode, register_codec

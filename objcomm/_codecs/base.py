@@ -1,7 +1,7 @@
-"""What a codec is, which ones this process has, and which member of an object one refused.
+"""The codec interface, the registry of codecs, and the search for a member that a codec rejects.
 
 A codec splits an object into *meta*, its own bytes, and *buffers*, the memory of large members.
-Buffers travel as they are, from the sender's memory into memory that the receiver allocates once.
+Buffers are sent unchanged, from the sender's memory into memory that the receiver allocates once.
 """
 
 import contextlib
@@ -23,18 +23,18 @@ from objcomm.errors import DecodeError, EncodeError, UsageError, name_of, not_ac
 if TYPE_CHECKING:
     from objcomm._codecs.places import Place
 
-#: Members of this size or more leave a codec's bytes and become buffers.
+#: Members of this size or larger are moved out of a codec's bytes and become buffers.
 OUT_OF_BAND_FROM_NBYTES = 64 * 1024
 
-_NAME_MAX_NBYTES = 16  # the header's field
+_NAME_MAX_NBYTES = 16  # size of the header's field
 
 
 class Encoded(NamedTuple):
-    """One object, split.
+    """One object, split into bytes and buffers.
 
     Attributes:
         meta: the codec's own bytes.
-        buffers: memory of large members, in the order in which ``decode`` takes them.
+        buffers: memory of large members, in the order in which ``decode`` receives them.
     """
 
     meta: bytes | bytearray
@@ -43,26 +43,26 @@ class Encoded(NamedTuple):
 
 @runtime_checkable
 class Codec(Protocol):
-    """Turns objects into bytes and back; one instance serves all threads at once.
+    """Converts objects to bytes and back; all threads share one instance.
 
     Attributes:
-        name: at most 16 ASCII characters; travels in every header, so that a receiver knows what
-            it got. The same on every rank.
+        name: at most 16 ASCII characters, the same on every rank. It is part of every header, so
+            that a receiver knows which codec to use.
     """
 
     name: str
 
     def encode(self, obj: object, *, device_type: str | None = None) -> Encoded:
-        """Split ``obj``.
+        """Split ``obj`` into bytes and buffers.
 
         Args:
-            obj: anything; it is not changed, and may not be changed until it was sent.
+            obj: any object. It is not modified, and must not be modified before it has been sent.
             device_type: tensors on this type of device may stay there, as
-                ``BufferKind.DEVICE`` buffers; all others become CPU buffers. A group may have
-                transfers for several types: then it names all, as ``"cuda,xpu"``.
+                ``BufferKind.DEVICE`` buffers; all others become CPU buffers. If a group has
+                transfers for several types, it names all of them, as in ``"cuda,xpu"``.
 
         Raises:
-            EncodeError: the codec refuses the object. Anything else that it raises becomes one.
+            EncodeError: the codec rejects the object. Any other exception is converted to this.
         """
 
     def decode(
@@ -71,17 +71,17 @@ class Codec(Protocol):
         """Rebuild an object.
 
         Args:
-            meta: what ``encode`` gave.
+            meta: the bytes from ``encode``.
             buffers: each buffer's ``owner``, in order.
-            device: the device to place its tensors on; ``None`` keeps each tensor's type of device.
+            device: the device to place its tensors on; ``None`` keeps each tensor's device type.
 
         Raises:
-            DecodeError: it can't be rebuilt here. Anything else that it raises becomes one.
+            DecodeError: it cannot be rebuilt here. Any other exception is converted to this.
         """
 
 
 class _Registry:
-    """The codecs by name; reading needs no lock because the mapping is replaced, never changed."""
+    """Codecs by name. Readers need no lock, because the mapping is replaced, never modified."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -95,18 +95,18 @@ class _Registry:
         return sorted(self.codecs)
 
 
-#: Those of this process.
+#: The codecs of this process.
 registry = _Registry()
 
 
 def register_codec(codec: Codec) -> None:
-    """Let ``codec=codec.name`` be used in every operation; call it on every rank.
+    """Register a codec, so that every operation accepts ``codec=codec.name``; call on every rank.
 
     Args:
-        codec: see ``objcomm.codecs.Codec``. One of the same name is replaced.
+        codec: see ``objcomm.codecs.Codec``. It replaces a codec with the same name.
 
     Raises:
-        UsageError: it is no codec, or its name does not fit into a message's header.
+        UsageError: it is not a codec, or its name does not fit into a message's header.
 
     Examples:
         >>> import json, objcomm
@@ -130,16 +130,16 @@ def register_codec(codec: Codec) -> None:
 
 
 def codec_named(name: object, operation: str = "") -> Codec:
-    """The codec that an operation's ``codec=`` names.
+    """Return the codec that an operation's ``codec=`` names.
 
     Args:
-        name: as the user gave it.
-        operation: what the user has called, for an error's text.
+        name: as the user passed it.
+        operation: the operation that the user called, for error messages.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: no codec has that name.
     """
-    codec = registry.codecs.get(name) if isinstance(name, str) else None  # a list has no hash
+    codec = registry.codecs.get(name) if isinstance(name, str) else None  # a list is not hashable
     if codec is None:
         said_by = f"{operation}: " if operation else ""
         raise UsageError(
@@ -150,10 +150,10 @@ def codec_named(name: object, operation: str = "") -> Codec:
 
 
 def encode(codec: Codec, obj: object, *, device_type: str | None = None) -> Encoded:
-    """Encode by any codec; whatever it raises is an EncodeError.
+    """Encode with any codec; converts all its exceptions to EncodeError.
 
     Raises:
-        EncodeError: it refuses the object.
+        EncodeError: the codec rejects the object.
     """
     try:
         encoded = codec.encode(obj, device_type=device_type)
@@ -176,17 +176,17 @@ def decode(
     device: torch.device | None = None,
     chosen: Settings | None = None,
 ) -> Any:
-    """Decode what a message carries, by the codec that it names; whatever it raises is one error.
+    """Decode a message's content with the codec it names; converts exceptions to DecodeError.
 
     Args:
-        name: the codec's.
-        meta: see ``Codec.decode``, as for what follows.
-        buffers: their owners.
-        device: where tensors are to lie.
-        chosen: the options that hold for it; those in force here if None.
+        name: the codec's name.
+        meta: see ``Codec.decode``, as for ``buffers`` and ``device``.
+        buffers: the buffers' owners.
+        device: the device to place tensors on.
+        chosen: the options to apply; if None, those in force.
 
     Raises:
-        DecodeError: this process has no such codec, or does not accept it, or it failed.
+        DecodeError: this process does not have the codec or does not accept it, or decoding failed.
     """
     chosen = chosen or decoding_settings()
     accepted = chosen.accept
@@ -201,7 +201,7 @@ def decode(
         return codec.decode(meta, buffers, device=device)
     except DecodeError:
         raise
-    except MemoryError as error:  # there may be none for its text either
+    except MemoryError as error:  # there may be no memory for its text, either
         raise DecodeError(name, "there is no memory for it") from error
     except Exception as error:
         lacking = _lacking(error)
@@ -215,7 +215,7 @@ def decode(
         decoding.settings = before
 
 
-# Whether all ranks have the same classes only a sender can try.
+# Only a sender can test whether all ranks have the same classes.
 _ADVICE = (
     "; try objcomm.from_tensor(objcomm.to_tensor(obj, codec={codec!r})) on the rank that sent it: "
     "if that raises too, the class can't be rebuilt from what it gives to the codec; "
@@ -223,7 +223,7 @@ _ADVICE = (
 )
 
 
-# As pickle says it, and as Python itself does.
+# In pickle's wording, and in Python's own.
 _NO_SUCH_NAME = (
     re.compile(r"Can't get attribute '(?P<name>[^']+)' on <module '(?P<module>[^']+)'"),
     re.compile(r"module '(?P<module>[^']+)' has no attribute '(?P<name>[^']+)'"),
@@ -232,7 +232,7 @@ _NO_SUCH_NAME = (
 
 
 def _lacking(error: Exception) -> str:
-    """The module, or the name in one, for want of which something was not rebuilt; or nothing."""
+    """Return the missing module, or the missing name in one, that prevented decoding, else ""."""
     if type(error) is ModuleNotFoundError:
         return error.name or ""
     if type(error) is AttributeError:
@@ -242,33 +242,34 @@ def _lacking(error: Exception) -> str:
 
 
 def copy(codec: Codec, obj: object) -> Any:
-    """An independent copy of what this rank would send.
+    """Return an independent copy of the object, as a receiver would get it.
 
     Raises:
-        CodecError: the codec refuses the object, or can't rebuild it.
+        CodecError: the codec rejects the object, or cannot rebuild it.
     """
     make: Callable[[object], Any] | None = getattr(codec, "copy", None)
     if make is not None:
         try:
             return make(obj)
         except Exception as error:
-            encode(codec, obj)  # if that fails it says which member is to blame
+            encode(codec, obj)  # if this fails, its error names the member
             raise DecodeError(codec.name, text_of(error)) from error
     encoded = encode(codec, obj)
     owners = [duplicate(buffer).owner for buffer in encoded.buffers]
-    # What this rank accepts is said of other ranks' messages.
+    # ``accept`` only applies to other ranks' messages.
     chosen = dataclasses.replace(settings(), accept=None)
     return decode(codec.name, memoryview(encoded.meta), owners, chosen=chosen)
 
 
 def reason_of(error: Exception) -> str:
-    """The text of what a codec raised while it encoded, with what to do where that is known.
+    """Return the text of a codec's error while encoding, with advice if there is any.
 
-    There is no larger stack to try again with: Python's limit holds for all threads at once.
+    Trying again with a larger stack is not possible: Python's limit applies to all threads.
     """
     if not isinstance(error, RecursionError):
         return text_of(error)
-    # At 1,000: pickle takes 996 tuples, 498 lists and 332 objects; msgpack 250 lists and more.
+    # With a limit of 1,000, pickle handles 996 nested tuples, 498 lists or 332 objects; msgpack 250
+    # lists or more.
     levels = sys.getrecursionlimit() // 4
     return (
         f"{text_of(error)}; if it is nested deeper than about {levels} levels, flatten it, for "
@@ -276,25 +277,25 @@ def reason_of(error: Exception) -> str:
     )
 
 
-# Deep enough for any object that a person can read a path into; a cycle ends here too.
+# Deeper than any path that a person would read; it also ends cycles.
 _DEPTH_MAX = 32
 
 
 def refusal(codec: str, path: str, culprit: object, reason: str) -> EncodeError:
-    """The error for a member that was refused, with what to send in its place if that is known.
+    """Return the error for a rejected member, with what to send instead if that is known.
 
     Args:
         codec: the codec's name.
-        path: of the member.
+        path: path of the member.
         culprit: the member.
-        reason: what the codec said.
+        reason: the codec's reason.
     """
     if is_iterator(culprit):
         reason = f"{reason}; send list({path}) instead"
     return EncodeError(codec, name_of(type(culprit), "__qualname__"), path, reason)
 
 
-#: What gives items one by one; the views of a dict can only be pickled.
+#: Types that yield items one by one. The views of a dict can only be pickled.
 _ITERATORS = (
     types.GeneratorType,
     *(type(iter(each)) for each in ([1], (1,), {1: 2}, {1}, range(1))),
@@ -304,20 +305,20 @@ _ITERATORS = (
 
 
 def is_iterator(obj: object) -> bool:
-    """Whether an object is one of Python's own that give items, as a generator or a dict's keys."""
-    return any(type(obj) is each for each in _ITERATORS)  # which asks no metaclass
+    """Return whether an object is a builtin iterator or view, such as a generator or dict keys."""
+    return any(type(obj) is each for each in _ITERATORS)  # does not call a metaclass
 
 
 def blame(obj: object, can_encode: Callable[[object], bool]) -> tuple[str, object]:
-    """Walk down to the innermost member that cannot be encoded by itself.
+    """Find the innermost member that cannot be encoded on its own.
 
     Args:
-        obj: what was refused as a whole.
-        can_encode: whether a codec takes one member; called for each on the way, so this is slow
-            and only for errors.
+        obj: the object that was rejected as a whole.
+        can_encode: whether a codec accepts one member. It is called for each member on the way, so
+            this is slow and only for errors.
 
     Returns:
-        Its path, such as ``obj['model'].head``, and the member.
+        The path of the member, such as ``obj['model'].head``, and the member.
     """
     path, culprit = "obj", obj
     for _ in range(_DEPTH_MAX):
@@ -335,7 +336,7 @@ def blame(obj: object, can_encode: Callable[[object], bool]) -> tuple[str, objec
 
 
 def members(obj: Any) -> Iterator[tuple[str, Any]]:
-    """What ``obj`` holds, each with the step that leads to it.
+    """Yield the members of ``obj``, each with the step that leads to it.
 
     A mapping's keys, a function's closure and an object's attributes count as members.
     """

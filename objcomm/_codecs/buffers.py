@@ -1,8 +1,8 @@
-"""Where bytes lie: views of memory that exists, and fresh memory for what arrives.
+"""Memory for bytes: views of existing memory, and fresh memory for received data.
 
-Everything that travels is seen as a flat ``uint8`` tensor over memory that belongs to somebody
-else, so no byte is copied on the sender and each arrives where it will stay. Knows torch and the
-interpreter's buffers; knows no codec, message or rank.
+All data to send is viewed as a flat ``uint8`` tensor over memory that belongs to another object. So
+the sender copies nothing, and received bytes arrive in their final place. This module knows torch
+and Python's buffer protocol, but no codecs, messages or ranks.
 """
 
 import ctypes
@@ -17,21 +17,21 @@ from objcomm.errors import WireError
 
 T = TypeVar("T")
 
-#: Copying so many bytes costs less than a message of their own.
+#: Copying this many bytes costs less than a separate message.
 COPIED_MAX_NBYTES = 120 << 10
 
-_ALIGNMENT = 64  # as torch's own allocator gives
+_ALIGNMENT = 64  # as from torch's own allocator
 
 
 class BufferKind(IntEnum):
     """What a buffer becomes on the receiver."""
 
-    TENSOR = 0  # memory of a tensor or an array: the decoder gets the flat tensor itself
-    MEMORY = 1  # memory of any other object that pickles out of band: a writable buffer
-    BYTES = 2  # a ``bytes`` object, filled before anyone sees it
+    TENSOR = 0  # memory of a tensor or an array; the decoder gets the flat tensor itself
+    MEMORY = 1  # memory of any other object that is pickled out of band; a writable buffer
+    BYTES = 2  # a ``bytes`` object, filled before any code can see it
     BYTEARRAY = 3
-    # Like TENSOR, on an accelerator. In a size table 4, 5 and so on: which of the ``devices`` of
-    # ``allocate``.
+    # Like TENSOR, on an accelerator. In a size table, 4, 5 and so on select one of the ``devices``
+    # of ``allocate``.
     DEVICE = 4
 
 
@@ -39,8 +39,8 @@ class Buffer(NamedTuple):
     """One buffer of a message.
 
     Attributes:
-        kind: what ``owner`` is.
-        owner: the object that a decoder gets; on the sender whatever keeps the memory alive.
+        kind: the kind of ``owner``.
+        owner: the object passed to a decoder; on the sender, an object that keeps the memory alive.
         flat: one-dimensional ``uint8`` tensor over the same memory.
     """
 
@@ -50,7 +50,7 @@ class Buffer(NamedTuple):
 
 
 class _PyBuffer(ctypes.Structure):
-    # The C struct Py_buffer, whose layout has been part of the stable ABI since Python 3.11.
+    # The C struct Py_buffer; its layout is part of the stable ABI since Python 3.11.
     _fields_ = (
         ("buf", ctypes.c_void_p),
         ("obj", ctypes.py_object),
@@ -72,7 +72,7 @@ _get_buffer = ctypes.PYFUNCTYPE(
 _release_buffer = ctypes.PYFUNCTYPE(None, ctypes.POINTER(_PyBuffer))(
     ("PyBuffer_Release", ctypes.pythonapi)
 )
-# A fixed type for all sizes: ctypes makes a class of each array's length, 17 µs and 3 KiB.
+# One type for all sizes: ctypes creates a class for each array length, which takes 17 µs and 3 KiB.
 _memory_at = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
@@ -83,7 +83,7 @@ _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize
 
 
 def at_address(address: int, nbytes: int, owner: object) -> torch.Tensor:
-    """A flat view of ``nbytes`` bytes, which keeps their owner alive; slices of it do not."""
+    """Return a flat view of ``nbytes`` bytes that keeps their owner alive; its slices do not."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     flat = torch.frombuffer(_memory_at(address, nbytes, _WRITABLE), dtype=torch.uint8)
@@ -92,9 +92,9 @@ def at_address(address: int, nbytes: int, owner: object) -> torch.Tensor:
 
 
 def view(readable: Any) -> torch.Tensor:
-    """A flat view of a contiguous buffer, read-only ones included, which keeps it alive.
+    """Return a flat view of a contiguous buffer, which may be read-only, and keep it alive.
 
-    ``torch.frombuffer`` warns of read-only memory; nothing here ever writes to what it sends.
+    ``torch.frombuffer`` warns about read-only memory, but objcomm never writes to what it sends.
     """
     raw = _PyBuffer()
     _get_buffer(readable, ctypes.byref(raw), 0)  # PyBUF_SIMPLE
@@ -105,14 +105,14 @@ def view(readable: Any) -> torch.Tensor:
 
 
 def readable(flat: torch.Tensor) -> Any:
-    """An object with the buffer protocol over a flat tensor, which must outlive it."""
+    """Return an object with the buffer protocol over a flat tensor, which must outlive it."""
     if not flat.numel():
         return b""
     return _memory_at(flat.data_ptr(), flat.numel(), _READABLE)
 
 
 def writable(flat: torch.Tensor) -> memoryview:
-    """A flat tensor's memory, which must not outlive it; numpy is not needed."""
+    """Return a view of a flat tensor's memory without numpy; the tensor must outlive it."""
     if not flat.numel():
         return memoryview(bytearray())
     memory: memoryview = _memory_at(flat.data_ptr(), flat.numel(), _WRITABLE)
@@ -120,10 +120,10 @@ def writable(flat: torch.Tensor) -> memoryview:
 
 
 def empty(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
-    """A fresh flat tensor, 64-byte aligned; on the CPU unless ``device`` says otherwise.
+    """Return a fresh flat tensor, 64-byte aligned, on the CPU unless ``device`` is given.
 
-    Never an inference tensor, because autograd must be able to save what was received; and never
-    on ``torch.set_default_device``'s device.
+    It is never an inference tensor, because autograd must be able to save received data. It ignores
+    ``torch.set_default_device``.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(mode=False):
@@ -135,25 +135,25 @@ def empty(nbytes: int, device: torch.device | None = None) -> torch.Tensor:
 
 
 def room(nbytes: int) -> bytearray:
-    """Memory for bytes that will arrive and are read by objcomm itself.
+    """Allocate memory for received bytes that objcomm itself reads.
 
     Raises:
-        WireError: there is none.
+        WireError: there is not enough memory.
     """
     return _allocate_or_wire_error(functools.partial(bytearray, nbytes), nbytes)
 
 
 def allocate(kind: int, nbytes: int, devices: Sequence[torch.device] = ()) -> Buffer:
-    """Fresh memory for one buffer that will arrive.
+    """Allocate memory for one buffer to receive.
 
     Args:
-        kind: what it is to become.
+        kind: the buffer's kind.
         nbytes: its exact size.
-        devices: where ``BufferKind.DEVICE`` buffers can lie: the first for that kind, the second
-            for the next number, and so on.
+        devices: where to put ``BufferKind.DEVICE`` buffers: the first device for that kind, the
+            second for the next number, and so on.
 
     Raises:
-        WireError: there is no such kind, or no memory, or no device to put it on.
+        WireError: the kind is unknown, or there is not enough memory, or no device to put it on.
     """
     if kind == BufferKind.TENSOR:
         flat = empty(nbytes)
@@ -177,17 +177,17 @@ def allocate(kind: int, nbytes: int, devices: Sequence[torch.device] = ()) -> Bu
 
 
 def without_memory(kind: int, nbytes: int) -> Buffer:
-    """A buffer for what comes with its own memory; see ``over``."""
+    """Return a buffer for content that arrives with its own memory; see ``over``."""
     flat = torch.empty(nbytes, dtype=torch.uint8, device="meta")
     return Buffer(BufferKind(kind), None, flat)
 
 
 def over(kind: int, memory: Any) -> Buffer:
-    """A buffer whose content lies in some memory already.
+    """Return a buffer for content that is already in memory.
 
     Args:
         kind: ``BufferKind.TENSOR`` or ``BufferKind.MEMORY``.
-        memory: writable, 64-byte aligned, and nobody else's; it lives as long as the buffer.
+        memory: writable, 64-byte aligned, and not used elsewhere; it lives as long as the buffer.
     """
     if kind == BufferKind.MEMORY:
         return Buffer(BufferKind.MEMORY, memoryview(memory), view(memory))
@@ -197,17 +197,17 @@ def over(kind: int, memory: Any) -> Buffer:
 
 
 def from_bytes(kind: int, packed: memoryview, devices: Sequence[torch.device] = ()) -> Buffer:
-    """A buffer of its own for bytes that lie in a message's body."""
+    """Copy bytes in a message's body to a separate buffer."""
     buffer = allocate(kind, len(packed), devices)
     if buffer.kind is BufferKind.DEVICE:
         buffer.flat.copy_(view(packed))
-    else:  # which takes half as long
+    else:  # takes half as long
         writable(buffer.flat)[:] = packed
     return buffer
 
 
 def duplicate(buffer: Buffer) -> Buffer:
-    """A buffer of the same kind and content in memory of its own."""
+    """Copy a buffer to one of the same kind with its own memory."""
     copied = allocate(buffer.kind, buffer.flat.numel(), [buffer.flat.device])
     copied.flat.copy_(buffer.flat)
     return copied
@@ -221,7 +221,7 @@ def _allocate_or_wire_error(make: Callable[[], T], nbytes: int) -> T:
 
 
 def _aligned_bytearray(nbytes: int) -> memoryview:
-    """A writable buffer, aligned like a tensor's memory, that needs no numpy."""
+    """Return a writable buffer, aligned like a tensor's memory, without using numpy."""
     array = bytearray(nbytes + _ALIGNMENT)
     start = -view(array).data_ptr() % _ALIGNMENT
     return memoryview(array)[start : start + nbytes]
