@@ -1,9 +1,9 @@
-"""Functions and classes by value: cloudpickle, which is imported only where something needs it.
+"""Functions and classes by value, with cloudpickle, which is imported only when needed.
 
-With what it loses: that functions share a variable, the qualified name of a class, the module of a
-type variable. And functions keep the name of their file. From 3.1.3 on cloudpickle writes
-``<dynamic-code>`` instead, so that a stream does not depend on where a function was defined; but
-tracebacks, and the lines that errors show, need the file.
+Adds what cloudpickle loses: variables that functions share, the qualified name of a class, and the
+module of a type variable. Functions also keep the name of their file. Since 3.1.3, cloudpickle
+writes ``<dynamic-code>`` instead, so that a stream does not depend on where a function was defined,
+but tracebacks and the lines that errors show need the file.
 """
 
 import enum
@@ -18,18 +18,18 @@ from objcomm._codecs import exceptions
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
-    """Pickles as ``cloudpickle.Pickler`` does, and exactly."""
+    """Pickles like ``cloudpickle.Pickler``, but without its losses."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
-        self._cells: set[int] = set()  # of functions by value; pickle keeps what it has written
+        self._cells: set[int] = set()  # cells of functions sent by value; pickle keeps them alive
 
     def reducer_override(self, obj: Any) -> Any:
-        """Called for every member that is not of a builtin container or scalar type."""
+        """Reduce a member; called for each that is not a builtin container or scalar."""
         return exceptions.reduced(obj) if isinstance(obj, BaseException) else self.reduced(obj)
 
     def reduced(self, obj: Any) -> Any:
-        """Likewise, of all that may go by value; NotImplemented where pickle has a rule."""
+        """Reduce an object that may be sent by value; NotImplemented if pickle has its own rule."""
         kind = type(obj)
         if kind is CodeType:
             _, parts = self.dispatch_table[CodeType](obj)
@@ -49,9 +49,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
         return _with_qualname(obj, reduced) if issubclass(kind, type) else reduced
 
     def _with_own_cells(self, function: FunctionType, reduced: Any) -> Any:
-        """Cloudpickle's way, which gives each function cells of its own, with those it shares.
+        """Let a function keep its shared cells; cloudpickle gives each function new ones.
 
-        They are empty until the function exists, because it may be in one of them.
+        Cells are empty until the function exists, because one of them may contain the function.
         """
         make, (*arguments, _), (attributes, slots), *_, set_state = reduced
         cells = function.__closure__ or ()
@@ -67,7 +67,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
 
 
 def dumps(obj: object) -> bytes:
-    """An object as ``pickle.loads`` reads it; functions of ``__main__`` go by value."""
+    """Return an object as bytes for ``pickle.loads``; functions of ``__main__`` go by value."""
     with io.BytesIO() as file:
         Pickler(file).dump(obj)
         return file.getvalue()
@@ -78,7 +78,7 @@ def _code_in(file: str, *parts: Any) -> CodeType:
 
 
 def _content(cell: CellType) -> tuple[Any, ...]:
-    """What is in it; nothing where its variable has no value yet."""
+    """Return a cell's content as a tuple, which is empty if its variable has no value yet."""
     try:
         return (cell.cell_contents,)
     except ValueError:
@@ -98,20 +98,20 @@ def _set_function(function: FunctionType, state: tuple[Any, ...]) -> None:
 
 
 def _with_qualname(cls: type, reduced: Any) -> Any:
-    """Cloudpickle's way, which keeps the qualified name of enums only.
+    """Add the qualified name to cloudpickle's reduction, which keeps it only for enums.
 
-    Of other classes it keeps what is in their namespace when they are made.
+    A class keeps what is in its namespace when it is created, so the name is added there.
     """
     make, arguments, *state = reduced
-    if not state or issubclass(cls, enum.Enum):  # of the interpreter's own it writes the name
+    if not state or issubclass(cls, enum.Enum):  # the interpreter's own are sent by name
         return reduced
     kind, name, bases, namespace, *rest = arguments
     return make, (kind, name, bases, {**namespace, "__qualname__": cls.__qualname__}, *rest), *state
 
 
 def _with_module(variable: Any, reduced: Any) -> Any:
-    """Cloudpickle's way, after which a type variable is of the module that made it: cloudpickle."""
-    if reduced[0] is getattr:  # by its name, for it is in a module
+    """Restore a type variable's module; cloudpickle leaves it as its own module."""
+    if reduced[0] is getattr:  # sent by name, because it is in a module
         return reduced
     return *reduced, variable.__module__, None, None, _set_module
 

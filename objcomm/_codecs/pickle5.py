@@ -1,10 +1,10 @@
 """The ``pickle`` codec: anything that Python can pickle, and more.
 
-Protocol 5, with the memory of tensors, arrays and large ``bytes`` out of band. Each class or
-function goes by reference where the receiver can import it, and by value, through cloudpickle,
-only where it can't; that is decided member by member, so that ``isinstance`` holds for the rest.
+Uses protocol 5, with the memory of tensors, arrays and large ``bytes`` out of band. A class or
+function is sent by reference if the receiver can import it, and otherwise by value, with
+cloudpickle. This is decided for each member, so ``isinstance`` works for the others.
 
-Decoding runs code that the sender chose, unless ``allow=`` says what it may name. See
+Decoding runs code that the sender chose, unless ``allow=`` lists what a pickle may name. Read
 ``docs/guide/security.md`` before using it between processes that do not trust each other.
 """
 
@@ -35,7 +35,7 @@ from objcomm._config import decoding_settings
 _NAME = "pickle"
 
 # Opcodes of protocol 5, from pickletools. The pickler writes a large object's opcode and length,
-# then hands the object itself to its file: what stands before it is all that must be recognised.
+# then passes the object itself to its file, so only the bytes before it must be recognized.
 _LARGE_OBJECT: dict[type, tuple[tuple[bytes, struct.Struct], ...]] = {
     bytes: ((b"B", struct.Struct("<I")), (b"\x8e", struct.Struct("<Q"))),
     bytearray: ((b"\x96", struct.Struct("<Q")),),
@@ -44,8 +44,8 @@ _NEXT_BUFFER = b"\x97"
 _FRAME = b"\x95"
 _FRAME_LENGTH = struct.Struct("<Q")
 
-# What plain pickle refuses and cloudpickle knows, besides functions and classes. Open files are
-# left out on purpose: cloudpickle would send their content.
+# Types that plain pickle rejects and cloudpickle supports, besides functions and classes. Open
+# files are omitted on purpose, because cloudpickle would send their content.
 _BY_VALUE = frozenset(
     {
         types.ModuleType,
@@ -70,17 +70,17 @@ _BY_VALUE = frozenset(
         weakref.WeakSet,
     }
 )
-# Pickle writes these three by a rule of its own.
+# Pickle has its own rule for these three.
 _SINGLETON_TYPES = (type(None), type(...), type(NotImplemented))
 
 
 class PickleCodec:
-    """See the module."""
+    """See the module docstring."""
 
     name = _NAME
 
     def encode(self, obj: object, *, device_type: str | None = None) -> Encoded:
-        """Pickle ``obj``; what can't be pickled is named with its path."""
+        """Pickle ``obj``; an error names the path of the member that cannot be pickled."""
         pickler = _pickler()
         pickler.device_type = device_type
         try:
@@ -89,15 +89,15 @@ class PickleCodec:
             path, culprit = blame(obj, _can_pickle)
             raise refusal(_NAME, path, culprit, reason_of(error)) from error
         sink = pickler.sink
-        # By name it would be a call of Python's, as everything here that is one.
+        # Creating it by its name would add a Python call, which counts for small objects.
         made = sink[0] if len(sink) == 1 else b"".join(sink), sink.buffers
         return tuple.__new__(Encoded, made)
 
     def copy(self, obj: object) -> Any:
-        """An independent copy of ``obj`` for this process itself.
+        """Return an independent copy of ``obj`` for this process itself.
 
-        What would travel by value is the very same object here: rebuilding a class by value in the
-        process that has it would write over its attributes.
+        Members that would be sent by value are shared instead. Rebuilding a class by value in the
+        process that has it would overwrite its attributes.
         """
         kept: list[Any] = []
         pickler = _pickler()
@@ -107,27 +107,27 @@ class PickleCodec:
         try:
             with tensors.landing(None):
                 owners = [duplicate(buffer).owner for buffer in sink.buffers]
-                return pickle.loads(b"".join(sink), buffers=owners)  # noqa: S301  # its own
+                return pickle.loads(b"".join(sink), buffers=owners)  # noqa: S301  # written by this process
         finally:
             _copying.kept = before
 
     def decode(
         self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
     ) -> Any:
-        """Unpickle; an error of any ``__setstate__`` comes out as it is."""
+        """Unpickle; an error in a ``__setstate__`` is raised unchanged."""
         in_force = decoding_settings()
         if in_force.allow is not None:
             with tensors.landing(device):
                 return restricted.loads(meta, buffers, in_force.allow, in_force.max_depth)
-        if not buffers:  # and so nothing that could land anywhere
-            return pickle.loads(meta)  # noqa: S301  # what this codec is for
+        if not buffers:  # so there are no tensors to place
+            return pickle.loads(meta)  # noqa: S301  # the purpose of this codec
         with tensors.landing(device):
-            return pickle.loads(meta, buffers=buffers)  # noqa: S301  # likewise
+            return pickle.loads(meta, buffers=buffers)  # noqa: S301  # as above
 
     def place_of_failure(
         self, meta: memoryview, buffers: Sequence[Any], device: torch.device | None
     ) -> places.Place | None:
-        """Where ``decode`` has failed; None under ``allow=``: this calls what a sender chose."""
+        """Find where ``decode`` failed; None with ``allow=``, because this calls what it names."""
         if decoding_settings().allow is not None:
             return None
         with tensors.landing(device):
@@ -135,7 +135,7 @@ class PickleCodec:
 
 
 class _Copying(threading.local):
-    """While this thread makes a copy: the members that it shares with what it is a copy of."""
+    """While this thread makes a copy, the members that the copy shares with the original."""
 
     kept: Sequence[Any] = ()
 
@@ -148,21 +148,21 @@ def _kept_at(position: int) -> Any:
 
 
 class _Sink(list[bytes]):
-    """The pickler's file: keeps the stream's parts, and large objects as buffers beside it."""
+    """The pickler's file: keeps the parts of the stream, and large objects as separate buffers."""
 
     __slots__ = ("buffers",)
 
     buffers: list[Buffer]
 
     def write(self, chunk: Any) -> None:
-        """Take the next part of the stream.
+        """Append the next part of the stream.
 
-        A frame of the stream is never taken for a large object: it is no ``bytearray``, and
-        begins with its own opcode and length.
+        A frame of the stream is never mistaken for a large object: it is not a ``bytearray``, and
+        it begins with its own opcode and length.
         """
         kind = type(chunk)
         if kind not in _LARGE_OBJECT:
-            chunk = bytes(chunk)  # a view of a string's encoding, which ends with this call
+            chunk = bytes(chunk)  # a string's encoding, valid only during this call
         elif len(chunk) >= OUT_OF_BAND_FROM_NBYTES and self and not _is_frame(chunk):
             before = self[-1]
             for opcode, length in _LARGE_OBJECT[kind]:
@@ -170,13 +170,13 @@ class _Sink(list[bytes]):
                 if announced and before.endswith(announced):
                     self[-1] = before[: -len(announced)] + _NEXT_BUFFER
                     made = BufferKind.BYTES if kind is bytes else BufferKind.BYTEARRAY
-                    locked = memoryview(chunk)  # nobody can resize a bytearray meanwhile
+                    locked = memoryview(chunk)  # keeps a bytearray from being resized
                     self.buffers.append(Buffer(made, locked, view(locked)))
                     return
         self.append(chunk)
 
     def take(self, buffer: pickle.PickleBuffer) -> None:
-        """Take the next member that pickles out of band."""
+        """Append the next member that is pickled out of band."""
         owner = memoryview(buffer).obj
         if type(owner) is _Carrier:
             self.buffers.append(owner.buffer)
@@ -195,7 +195,7 @@ def _fits(length: struct.Struct, chunk: bytes) -> bool:
 
 
 class _Memory:
-    """A tensor's memory as a member of its own, so that tied tensors arrive tied."""
+    """A tensor's memory as a separate member, so that tied tensors remain tied."""
 
     __slots__ = ("buffer",)
 
@@ -204,14 +204,14 @@ class _Memory:
 
 
 class _Carrier(bytearray):
-    """Lets a ``PickleBuffer`` carry a flat tensor, which has no buffer protocol, to the sink."""
+    """Lets a ``PickleBuffer`` pass a flat tensor, which has no buffer protocol, to the sink."""
 
     __slots__ = ("buffer",)
     buffer: Buffer
 
 
 class _Pickler(pickle.Pickler):
-    """Decides member by member; see the module."""
+    """Chooses for each member how to send it; see the module docstring."""
 
     sink: _Sink
     memories: dict[tuple[Any, ...], _Memory] | None = None
@@ -220,7 +220,7 @@ class _Pickler(pickle.Pickler):
     _by_value: Any = None
 
     def reducer_override(self, obj: Any) -> Any:
-        """Called for every member that is not of a builtin container or scalar type."""
+        """Reduce a member; called for each that is not a builtin container or scalar."""
         kind = type(obj)
         if kind is _Memory:
             carrier = _Carrier()
@@ -255,7 +255,7 @@ class _Pickler(pickle.Pickler):
                 "a DTensor is one shard of a distributed tensor; send its to_local() or "
                 "full_tensor()"
             )
-        return NotImplemented  # quantised, nested, compressed and other subclasses: torch's own way
+        return NotImplemented  # torch's own way: quantized, nested, compressed and other subclasses
 
     def _described(self, tensor: torch.Tensor) -> tuple[tensors.Dense, _Memory]:
         about, flat = tensors.describe(tensor, self.device_type)
@@ -268,7 +268,7 @@ class _Pickler(pickle.Pickler):
         return tensors.rebuild_array, (memory, array.dtype, array.shape, order)
 
     def _memory(self, buffer: Buffer, source: torch.Tensor) -> _Memory:
-        """One ``_Memory`` for all members over exactly the same bytes; pickle keeps the members."""
+        """Return one ``_Memory`` for all members with exactly the same bytes, kept by pickle."""
         key = tensors.memory_key(source, buffer.flat) or (id(buffer),)
         if self.memories is None:
             self.memories = {}
@@ -286,7 +286,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _pickler() -> _Pickler:
-    # Not by an ``__init__`` of its own, which would cost as much as a small object does.
+    # Not in an ``__init__``, which would cost as much as pickling a small object.
     sink = _Sink()
     sink.buffers = []
     pickler = _Pickler(sink, 5, buffer_callback=sink.take)
@@ -295,7 +295,7 @@ def _pickler() -> _Pickler:
 
 
 def _is_importable(obj: Any) -> bool:
-    """Whether a receiver that imports the same modules finds the very same object by its name."""
+    """Return whether a receiver that imports the same modules finds the same object by its name."""
     if obj in _SINGLETON_TYPES:
         return True
     found: Any = _module(getattr(obj, "__module__", None) or "")
@@ -305,17 +305,17 @@ def _is_importable(obj: Any) -> bool:
 
 
 def _module(name: str) -> Any:
-    """The module of that name; one that was not imported yet is, as by pickle itself."""
+    """Return the module with that name, importing it if necessary, as pickle itself does."""
     if name in sys.modules or not name:
         return sys.modules.get(name)
     try:
         return importlib.import_module(name)
-    except Exception:  # noqa: BLE001  # there is none, as for classes made by a program
+    except Exception:  # noqa: BLE001  # there is none, as for generated classes
         return None
 
 
 def _reduce_dtype(dtype: Any) -> Any:
-    """As plain data, where that tells all: numpy's own way sets a state that nothing checks."""
+    """Send a dtype as plain data if that is complete; numpy's own state is not validated."""
     try:
         return array_dtypes.array_dtype_named, (array_dtypes.array_dtype_name(dtype),)
     except (TypeError, ValueError):
@@ -331,7 +331,7 @@ def _reduce_of_numpy(obj: Any) -> Any:
 
 
 def _reduce_limits(limits: Any) -> Any:
-    """What a dtype can hold; torch's give the dtype as a text."""
+    """Reduce a ``finfo`` or ``iinfo``; torch's give their dtype as a string."""
     dtype = limits.dtype
     return type(limits), (tensors.dtype_named(dtype) if type(dtype) is str else dtype,)
 
@@ -339,7 +339,7 @@ def _reduce_limits(limits: Any) -> Any:
 def _reduce_view(view: memoryview) -> Any:
     made = view.format, view.shape
     try:
-        _as_shaped(view, *made)  # as it will be made
+        _as_shaped(view, *made)  # as on the receiver
     except (TypeError, ValueError) as error:
         raise TypeError(
             "a memoryview can be sent only if it is contiguous, in C order and of a native format "
@@ -354,7 +354,7 @@ def _as_shaped(memory: Any, form: Any, shape: Any) -> memoryview:
 
 
 def _reduce_storage(storage: torch.UntypedStorage) -> Any:
-    """As a tensor: torch's own way writes what it can't read."""
+    """Send a storage as a tensor; torch cannot read what its own reduction writes."""
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return _storage_of, (flat.set_(storage),)
 
@@ -366,7 +366,7 @@ def _storage_of(flat: torch.Tensor) -> torch.UntypedStorage:
 
 
 def _reduce_exported(obj: Any) -> Any:
-    """By torch's own functions for files: as a pickle it can't be read."""
+    """Use torch's own functions for files, because torch cannot read its own pickle of these."""
     if type(obj).__name__ != "ExportedProgram":
         return NotImplemented
     with io.BytesIO() as file:
@@ -384,7 +384,7 @@ _REDUCE: dict[type, Callable[[Any], Any]] = {
     torch.UntypedStorage: _reduce_storage,
     memoryview: _reduce_view,
 }
-# Classes of modules that need not be imported.
+# Classes in modules that may not be imported.
 _REDUCE_BY_MODULE: dict[str, Callable[[Any], Any]] = {
     "numpy": _reduce_of_numpy,
     "numpy.dtypes": _reduce_dtype,
@@ -394,15 +394,16 @@ _REDUCE_BY_MODULE: dict[str, Callable[[Any], Any]] = {
 
 @functools.lru_cache(maxsize=256)
 def _is_asked_while_empty(kind: Any) -> bool:
-    """Whether pickle, looking for ``__setstate__``, calls its ``__getattr__`` on a new object."""
-    names = {name for base in kind.__mro__ for name in vars(base)}  # not those of a metaclass
+    """Return whether pickle calls its ``__getattr__`` for ``__setstate__`` on an empty object."""
+    names = {name for base in kind.__mro__ for name in vars(base)}  # not those of its metaclass
     return "__getattr__" in names and "__setstate__" not in names and not issubclass(kind, type)
 
 
 def _reduce_by_state(obj: Any) -> Any:
-    """Python's own way, without asking an object that has no attributes yet for ``__setstate__``.
+    """Reduce as Python does, without looking up ``__setstate__`` on an object without attributes.
 
-    A ``dict.get`` as its ``__getattr__`` answers None, and one that asks a member asks without end.
+    If its ``__getattr__`` is ``dict.get``, the lookup returns None. If it uses an attribute, the
+    lookup never ends.
     """
     if type(obj) in copyreg.dispatch_table:
         return NotImplemented
@@ -414,7 +415,7 @@ def _reduce_by_state(obj: Any) -> Any:
 
 
 def _set_state(obj: Any, state: Any) -> None:
-    """As pickle does where there is no ``__setstate__``."""
+    """Set an object's state as pickle does for classes without ``__setstate__``."""
     state, slots = state if type(state) is tuple and len(state) == 2 else (state, None)  # noqa: PLR2004  # as pickle
     if state:
         obj.__dict__.update(state)
@@ -423,7 +424,7 @@ def _set_state(obj: Any, state: Any) -> None:
 
 
 def _same(buffer: Any) -> Any:
-    # Pickle memoizes what a call returns, but not the buffer itself.
+    # Pickle memoizes the result of a call, but not the buffer itself.
     return buffer
 
 
@@ -437,7 +438,7 @@ def _rebuild_subclass(
     dense = tensors.Dense(*about)
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's own does
         made = tensors.rebuild(dense._replace(requires_grad=False), flat).as_subclass(kind)
-        made.requires_grad_(dense.requires_grad)  # not sooner: it is a leaf, and no result of one
+        made.requires_grad_(dense.requires_grad)  # only now: it is a leaf, not derived from one
     return torch._tensor._rebuild_from_type_v2(_same, kind, (made,), state)  # noqa: SLF001  # sets it
 
 
@@ -447,7 +448,7 @@ def _with_attributes(tensor: torch.Tensor, *rebuilt: Any) -> Any:
 
 
 def _set_attributes(tensor: torch.Tensor, attributes: dict[str, Any]) -> None:
-    # Tensor.__setstate__ takes something else.
+    # Tensor.__setstate__ expects something else.
     vars(tensor).update(attributes)
 
 

@@ -1,9 +1,9 @@
-"""Where in an object unpickling has failed.
+"""Finds where in an object unpickling failed.
 
-Python's fast unpickler does not say how far it came. So the stream is read again, by the slow one
-that Python has as well, and what follows the place is followed without making anything of it: which
-container takes what was not made, which one takes that, and so on. For errors only; the classes'
-own functions are called a second time.
+Python's fast unpickler does not report its position. So its slow unpickler reads the stream again,
+up to the failure. The rest of the stream is then followed without creating objects, to find which
+container receives the missing object, which one receives that container, and so on. This is used
+only for errors; it calls the classes' functions a second time.
 """
 
 import io
@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from objcomm.errors import name_of
 
-_READ_MAX_NBYTES = 1 << 20  # the slow one takes a second for it
+_READ_MAX_NBYTES = 1 << 20  # takes the slow unpickler one second
 
 
 class Place(NamedTuple):
@@ -23,7 +23,7 @@ class Place(NamedTuple):
 
     Attributes:
         path: such as ``obj['model'].head``.
-        made_by: the name of the class, or of the function, that was to make the member there.
+        made_by: name of the class or function that should have created the member there.
     """
 
     path: str
@@ -31,20 +31,20 @@ class Place(NamedTuple):
 
 
 class _Missing(NamedTuple):
-    """What was not made, or holds it.
+    """Stands for the object that was not created, or for one that contains it.
 
     Attributes:
-        path: the way from the one to the other.
+        path: the path from this object to the missing one.
     """
 
     path: str
 
 
-_PythonUnpickler: Any = pickle._Unpickler  # noqa: SLF001  # C's has no stack to look at
+_PythonUnpickler: Any = pickle._Unpickler  # noqa: SLF001  # the C version does not expose its stack
 
 
 class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no types
-    """Notes what each opcode finds on the stack, for most take it off before they fail."""
+    """Records what each opcode finds on the stack, because most pop it before they fail."""
 
     found: Sequence[Any] = ()
 
@@ -53,26 +53,26 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         load(self)
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
-        opcode: lambda self, load=load: self.noting(load)  # type: ignore[misc]  # one for each
+        opcode: lambda self, load=load: self.noting(load)  # type: ignore[misc]  # one function per opcode
         for opcode, load in _PythonUnpickler.dispatch.items()
     }
 
 
-# Of opcodes that make something: where on the stack the class or the function is.
+# For opcodes that create an object, the stack position of the class or function.
 _MADE = {"REDUCE": -2, "NEWOBJ": -2, "NEWOBJ_EX": -3}
 _CHANGED = {"BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS"}
 _OPCODES = {ord(each.code): each.name for each in pickletools.opcodes}
 
 
 def place_of_failure(meta: memoryview, buffers: Sequence[Any]) -> Place | None:
-    """Where an object can't be made of its pickle.
+    """Find where an object cannot be created from its pickle.
 
     Args:
         meta: the stream.
         buffers: its large members.
 
     Returns:
-        The place; None where it is not known, as of what can be made at the second time.
+        The place; None if it is unknown, as when the second attempt succeeds.
     """
     if len(meta) > _READ_MAX_NBYTES:
         return None
@@ -80,8 +80,8 @@ def place_of_failure(meta: memoryview, buffers: Sequence[Any]) -> Place | None:
     unpickler = _Unpickler(file, buffers=buffers)
     try:
         unpickler.load()
-    except Exception:  # noqa: BLE001  # the caller has it from the first time
-        frame = unpickler._unframer.current_frame  # noqa: SLF001  # what it has read ahead
+    except Exception:  # noqa: BLE001  # the caller already has the error
+        frame = unpickler._unframer.current_frame  # noqa: SLF001  # read ahead, not yet used
         ahead = len(frame.getbuffer()) - frame.tell() if frame else 0
         at = file.tell() - ahead
         failed = _OPCODES.get(meta[at - 1], "")
@@ -94,9 +94,9 @@ def place_of_failure(meta: memoryview, buffers: Sequence[Any]) -> Place | None:
         made_by = name_of(found[_MADE[failed]], "__qualname__")
     elif failed in _CHANGED:
         made_by = name_of(type(unpickler.stack[-1]), "__qualname__")
-    else:  # these are no pickle's bytes
+    else:  # not a pickle
         return None
-    if failed == "REDUCE" or failed in _CHANGED:  # the others have taken it off the stack
+    if failed == "REDUCE" or failed in _CHANGED:  # the others have already popped it
         unpickler.stack.pop()
     unpickler.stack.append(_Missing(""))
     stacks = [*unpickler.metastack, unpickler.stack]
@@ -104,7 +104,7 @@ def place_of_failure(meta: memoryview, buffers: Sequence[Any]) -> Place | None:
 
 
 def _path(stacks: list[list[Any]], memo: dict[Any, Any], rest: bytes) -> str:
-    """Follow what was not made to the end of the stream."""
+    """Follow the missing object to the end of the stream, and return its path."""
     for opcode, argument, _ in pickletools.genops(rest):
         name = opcode.name
         if name == "MARK":
@@ -114,7 +114,7 @@ def _path(stacks: list[list[Any]], memo: dict[Any, Any], rest: bytes) -> str:
             memo[len(memo)] = None if type(top) is _Missing else top
         elif name in {"BINGET", "LONG_BINGET"}:
             stacks[-1].append(memo.get(argument))
-        elif name == "POP":  # what sets the state of an object returns nothing of use
+        elif name == "POP":  # the result of setting an object's state
             dropped = stacks[-1].pop()
             if type(dropped) is _Missing and type(stacks[-1][-1]) is not _Missing:
                 path = dropped.path.removeprefix(" arguments[1]")
@@ -144,7 +144,7 @@ def _follow(stacks: list[list[Any]], opcode: pickletools.OpcodeInfo, argument: A
 
 
 def _step(name: str, taken: Sequence[Any], at: int, path: str) -> str:
-    """The way from what an opcode makes to what was not made."""
+    """Return the path from the object that an opcode creates to the missing one."""
     if name.startswith("TUPLE"):
         return f"[{at}]{path}"
     if name == "FROZENSET" or (name == "ADDITEMS" and at):
@@ -157,10 +157,10 @@ def _step(name: str, taken: Sequence[Any], at: int, path: str) -> str:
         path = f" key{path}" if at % 2 else f"[{taken[at - 1]!r}]{path}"
     elif at:
         path = f" arguments{path}"
-    return path  # where it is the container, or its class, unchanged
+    return path  # it is the container or its class
 
 
-_ATTRIBUTE = re.compile(r"(?:\[1\])?\['(\w+)'\]")  # the second of two mappings has the slots
+_ATTRIBUTE = re.compile(r"(?:\[1\])?\['(\w+)'\]")  # the second of two mappings holds the slots
 
 
 def _as_attribute(path: str) -> str:
