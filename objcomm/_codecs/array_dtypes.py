@@ -1,7 +1,7 @@
-"""numpy's dtypes as plain data, and back by a grammar of their own.
+"""numpy's dtypes as plain data, and parsed by a separate grammar.
 
-Never by numpy's parser with a text that a sender chose: it takes far more than numpy prints, and
-``m8[D/0]`` ends the process by a division (numpy 2.4).
+numpy's parser never sees text that a sender chose. It accepts far more than numpy prints, and
+``m8[D/0]`` ends the process with a division by zero (numpy 2.4).
 """
 
 import functools
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-#: As many dimensions as torch's operations and numpy's arrays have at most.
+#: The maximum number of dimensions of torch operations and numpy arrays.
 DIMENSIONS_MAX = 64
 
-_NBYTES_MAX = (1 << 31) - 1  # an item's size is a C int to numpy
+_NBYTES_MAX = (1 << 31) - 1  # numpy stores an item's size in a C int
 
-# What ``dtype.str`` gives for items without fields: the order of their bytes, a kind and a size.
+# The forms of ``dtype.str`` for items without fields: byte order, kind and size.
 _NUMBER = re.compile(r"([<>|])([biufc])([1-9]\d?)")
 _NUMBERS = frozenset(
-    "b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 f12 f16 c8 c16 c24 c32".split()  # noqa: SIM905  # as a table
+    "b1 i1 i2 i4 i8 u1 u2 u4 u8 f2 f4 f8 f12 f16 c8 c16 c24 c32".split()  # noqa: SIM905  # readable as a table
 )
 _TEXT = re.compile(r"([<>|])([SUV])(0|[1-9]\d{0,9})")
 _LETTER_NBYTES = {"S": 1, "U": 4, "V": 1}
 _TIME = re.compile(r"([<>])([mM])8(?:\[([1-9]\d{0,9})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
 
-# Of a dtype within a dtype.
+# How deep dtypes may be nested.
 _DEPTH_MAX = 32
 _FIELDS_MAX = 100_000
 
 
 def array_dtype_name(dtype: "np.dtype[Any]") -> Any:
-    """Plain data that names a numpy dtype.
+    """Return plain data that names a numpy dtype.
 
     Raises:
-        TypeError: its items are Python objects, its fields overlap or lie at odd offsets, its
-            items have a type of their own, as those of a ``numpy.recarray``, or it has a shape or
+        TypeError: its items are Python objects or have a special type, as in a
+            ``numpy.recarray``; its fields overlap or have unusual offsets; or it has a shape or
             metadata.
     """
     if not (dtype.hasobject or dtype.subdtype or dtype.metadata):
@@ -51,9 +51,9 @@ def array_dtype_name(dtype: "np.dtype[Any]") -> Any:
 
 
 def _is_told(name: Any, dtype: "np.dtype[Any]") -> bool:
-    """Whether ``array_dtype_named`` makes this very dtype of it.
+    """Return whether ``array_dtype_named`` rebuilds exactly this dtype from the name.
 
-    Equal dtypes may have items of other types; what is printed tells these, too.
+    Equal dtypes may have different item types, so their text must be equal, too.
     """
     try:
         found = array_dtype_named(name)
@@ -63,14 +63,14 @@ def _is_told(name: Any, dtype: "np.dtype[Any]") -> bool:
 
 
 def array_dtype_named(name: Any) -> "np.dtype[Any]":
-    """The inverse of ``array_dtype_name``.
+    """Return the dtype with a name from ``array_dtype_name``.
 
     Raises:
-        DecodeError: that gives no such name, or this numpy has no such dtype.
+        DecodeError: it is not such a name, or this version of numpy has no such dtype.
     """
     try:
         return _dtype(name, 0, Counter())
-    except (TypeError, ValueError) as error:  # fields of the same name, a number of another machine
+    except (TypeError, ValueError) as error:  # duplicate field names, or a type of another platform
         raise DecodeError("array", f"this numpy has no such dtype ({error})") from error
 
 
@@ -87,8 +87,8 @@ def _dtype(name: Any, depth: int, seen: Counter[str]) -> "np.dtype[Any]":
     nbytes = 0
     for each in name:
         if type(each) not in (list, tuple) or len(each) not in (2, 3) or type(each[0]) is not str:
-            raise DecodeError("array", "a dtype's field is not a name, a format and a shape")
-        seen["fields"] += 1  # of a list that stands in it twice each time
+            raise DecodeError("array", "a dtype's field is no name, form and shape")
+        seen["fields"] += 1  # also counts a list again each time it occurs
         if seen["fields"] > _FIELDS_MAX:
             raise DecodeError("array", f"a dtype of more than {_FIELDS_MAX} fields")
         inner = _dtype(each[1], depth + 1, seen)
@@ -112,7 +112,7 @@ def _shape(sizes: Any) -> tuple[int, ...]:
 def _simple(name: str) -> "np.dtype[Any]":
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
-    # What numpy gets is written here, of parts that were checked.
+    # The text for numpy is built here, from validated parts.
     if found := _NUMBER.fullmatch(name):
         order, kind, size = found.groups()
         if kind + size in _NUMBERS and (order == "|") is (size == "1"):

@@ -1,9 +1,10 @@
-"""Exceptions taken apart, and put together without a call of ``__init__``.
+"""Exceptions split into parts, and rebuilt without calling their ``__init__``.
 
-Python's own way calls the class with ``args`` again. That fails for a class whose ``__init__``
-takes other arguments than it passes to its base, and it loses ``__cause__`` and ``__context__``.
-Here the builtin base makes it of its own arguments, and all else is set as it was. Not carried:
-tracebacks, whose frames hold other objects, and an AttributeError's ``obj``, as in Python itself.
+Python itself calls the class with ``args`` again. That fails if the class's ``__init__`` takes
+other arguments than it passes to its base class, and it loses ``__cause__`` and ``__context__``.
+Here, the builtin base class creates the exception from its own arguments, and everything else is
+restored. As in Python itself, tracebacks, whose frames refer to other objects, and the ``obj`` of
+an AttributeError are not sent.
 """
 
 import builtins
@@ -24,26 +25,26 @@ BUILTIN_ERRORS = {
 }
 _BUILTIN = frozenset(BUILTIN_ERRORS.values())
 
-# What is set apart from the fields below, or not at all.
+# Restored separately from the fields below, or not at all.
 _NO_FIELDS = {"args", "message", "exceptions", "obj"}
-#: Their positions are only right together, and CPython 3.11 reads memory at whatever it was given.
+#: Their positions must fit together, and CPython 3.11 reads memory at any position it is given.
 FIXED = (UnicodeError, SyntaxError)
 
 
-# Cause, context, and whether the context is hidden; a plain tuple, which every stream may hold.
+# Cause, context, and whether the context is hidden. A plain tuple, which any stream may contain.
 Links = tuple[BaseException | None, BaseException | None, bool]
 
 
 class Parts(NamedTuple):
-    """All of an exception but its class.
+    """All of an exception except its class.
 
     Attributes:
-        made_of: what its builtin base makes it of.
-        args: None where making it gives the same.
-        fields: what the interpreter, or a class with slots, keeps beside ``__dict__``, where making
-            it gives something else.
-        attributes: its ``__dict__``, notes included.
-        links: what led to it; None where nothing did.
+        made_of: the arguments from which its builtin base class creates it.
+        args: its ``args``; None if creating it sets the same.
+        fields: what the interpreter, or a class with slots, stores outside ``__dict__``, if
+            creating it sets something else.
+        attributes: its ``__dict__``, including notes.
+        links: its cause and context; None if there are none.
     """
 
     made_of: tuple[Any, ...]
@@ -55,13 +56,13 @@ class Parts(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _base(kind: Any) -> type[BaseException]:
-    """The builtin exception whose memory an instance begins with."""
+    """Return the builtin exception class from which it inherits its memory layout."""
     return kind if kind in _BUILTIN else _base(kind.__base__)
 
 
 @functools.lru_cache(maxsize=256)
 def _fields(kind: Any) -> dict[str, Any]:
-    """The descriptors of what an instance keeps beside ``__dict__``."""
+    """Return the descriptors of what an instance stores outside ``__dict__``."""
     own = (types.MemberDescriptorType, types.GetSetDescriptorType)
     found = {
         name: descriptor
@@ -77,7 +78,7 @@ def _fields(kind: Any) -> dict[str, Any]:
 
 
 def is_rebuilt_by_args(kind: Any) -> bool:
-    """Whether its class leaves it to Python how it is pickled."""
+    """Return whether the class does not define how it is pickled."""
     base = _base(kind)
     names = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
     return kind not in copyreg.dispatch_table and all(
@@ -86,21 +87,21 @@ def is_rebuilt_by_args(kind: Any) -> bool:
 
 
 def links_of(error: BaseException) -> Links | None:
-    """What led to it; None where nothing did."""
+    """Return its cause and context; None if there are none."""
     links = error.__cause__, error.__context__, error.__suppress_context__
     is_alone = links[0] is links[1] is None
     return None if is_alone and not links[2] else links
 
 
 def take_apart(error: BaseException) -> Parts:
-    """What ``make`` and ``complete`` take.
+    """Split an exception into the arguments of ``make`` and ``complete``.
 
     Raises:
-        Exception: its base refuses to make another one, as that of an extension's class may.
+        Exception: its base class cannot create another one, as may happen in extension modules.
     """
     made_of = args = error.args
     if isinstance(error, OSError):
-        made_of = OSError.__reduce__(error)[1]  # type: ignore[assignment]  # with the file's name
+        made_of = OSError.__reduce__(error)[1]  # type: ignore[assignment]  # includes the file name
     elif isinstance(error, BaseExceptionGroup) and args[:1] != (error.message,):
         made_of = error.message, list(error.exceptions)
     kind: Any = type(error)
@@ -129,7 +130,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def make(kind: Any, made_of: tuple[Any, ...]) -> BaseException:
-    """An exception as its builtin base alone makes it."""
+    """Create an exception with its builtin base class alone."""
     base = _base(kind)
     error: BaseException = base.__new__(kind, *made_of)
     base.__init__(error, *made_of)
@@ -137,11 +138,11 @@ def make(kind: Any, made_of: tuple[Any, ...]) -> BaseException:
 
 
 def complete(error: BaseException, rest: tuple[Any, ...]) -> None:
-    """Set all that ``make`` did not.
+    """Set everything that ``make`` did not set.
 
     Args:
-        error: what it made.
-        rest: all fields of ``Parts`` but the first.
+        error: the result of ``make``.
+        rest: all fields of ``Parts`` except the first.
     """
     args, fields, attributes, links = rest
     if args is not None:
@@ -155,11 +156,11 @@ def complete(error: BaseException, rest: tuple[Any, ...]) -> None:
 
 
 def complete_with_state(error: BaseException, rest: tuple[Any, ...]) -> None:
-    """Likewise for a class that says itself how it is pickled.
+    """Complete an exception whose class defines how it is pickled.
 
     Args:
-        error: what the class made.
-        rest: the state that it is to be given, its notes and its links; None where there is none.
+        error: the exception that the class created.
+        rest: the state to set, its notes and its links; None for each that is missing.
     """
     state, notes, links = rest
     if state is not None:
@@ -175,10 +176,10 @@ def _link(error: BaseException, links: Links | None) -> None:
 
 
 def reduced(error: BaseException) -> Any:
-    """What a pickler's ``reducer_override`` returns for it."""
+    """Return the result of a pickler's ``reducer_override`` for an exception."""
     kind = type(error)
     if is_rebuilt_by_args(kind):
-        with contextlib.suppress(Exception):  # a class of an extension, which only itself can make
+        with contextlib.suppress(Exception):  # an extension's class that only it can create
             made_of, *others = take_apart(error)
             call = make, (kind, made_of)
             return (*call, tuple(others), None, None, complete) if any(others) else call
@@ -198,11 +199,11 @@ def reduced(error: BaseException) -> Any:
 
 
 def check_parts(error: Any, rest: tuple[Any, ...]) -> None:
-    """Refuse what ``complete`` must not be given.
+    """Reject parts that ``complete`` must not receive.
 
     Raises:
-        DecodeError: these are no parts of an exception.
-        ForbiddenTypeError: they set what only Python sets.
+        DecodeError: they are not parts of an exception.
+        ForbiddenTypeError: they set an attribute that only Python itself sets.
     """
     if len(rest) != len(Parts._fields) - 1:
         raise DecodeError(_NAME, "these parts do not complete an exception")
@@ -216,7 +217,7 @@ def check_parts(error: Any, rest: tuple[Any, ...]) -> None:
             raise ForbiddenTypeError(_NAME, f"an exception's own {shown(name)} is set")
     for name, value in attributes.items():
         is_notes = name == "__notes__" and type(value) is list
-        if is_notes and all(type(note) is str for note in value):  # a range would be walked
+        if is_notes and all(type(note) is str for note in value):  # a range could be huge
             continue
         if type(name) is not str or name.startswith("__"):
             raise ForbiddenTypeError(_NAME, f"an exception's own {shown(name)} is set")
@@ -224,7 +225,7 @@ def check_parts(error: Any, rest: tuple[Any, ...]) -> None:
 
 
 def check_links(links: Any) -> None:
-    """Likewise for links alone."""
+    """Reject invalid links."""
     if links is None:
         return
     is_links = type(links) in {list, tuple} and len(links) == 3  # noqa: PLR2004  # see Links

@@ -1,8 +1,8 @@
 """Tensors and arrays as plain attributes and flat memory, for every codec.
 
-Only viewed elements travel: one row of a large matrix costs one row. Values, dtype, shape, dense
-strides, ``requires_grad`` and the type of device arrive as they were; a device's index does not,
-because the sender's ``cuda:1`` means nothing on the receiver.
+Only viewed elements are sent: one row of a large matrix costs one row. Values, dtype, shape, dense
+strides, ``requires_grad`` and the device type are preserved. The device index is not, because the
+sender's ``cuda:1`` means nothing on the receiver.
 """
 
 import functools
@@ -16,7 +16,7 @@ import torch
 
 from objcomm._codecs.array_dtypes import (
     DIMENSIONS_MAX,
-    array_dtype_named,  # noqa: F401  # streams of before name it here
+    array_dtype_named,  # noqa: F401  # earlier streams name it here
 )
 from objcomm._codecs.buffers import at_address
 from objcomm.errors import DecodeError
@@ -26,19 +26,20 @@ if TYPE_CHECKING:
 
 
 class Landing:
-    """Where one message's tensors go."""
+    """Where to place one message's tensors."""
 
     def __init__(self, device: torch.device | None) -> None:
-        """Begin.
+        """Initialize the landing.
 
         Args:
-            device: where ``Codec.decode`` wants them; on devices of their own types if None.
+            device: the device for all tensors, as in ``Codec.decode``; None keeps the device type
+                of each.
         """
         self._device = device
         self._moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def land(self, flat: torch.Tensor, device_type: str) -> torch.Tensor:
-        """A piece of memory where it belongs; moved once, so that tied tensors stay tied.
+        """Move memory to its device, but only once, so that tied tensors stay tied.
 
         Raises:
             DecodeError: this rank has no such device.
@@ -50,7 +51,7 @@ class Landing:
             key = id(flat), device
             if key not in self._moved:
                 self._moved[key] = flat, flat.to(device)
-        # Torch does not know the type, or imports at its first use a module that is not there.
+        # torch does not know the type, or it imports a missing module on first use of the type.
         except (RuntimeError, AssertionError, ImportError) as error:
             name = str(self._device or device_type)
             reason = f"a tensor belongs on device {name!r}, which this rank cannot use"
@@ -59,9 +60,9 @@ class Landing:
 
 
 class _Decoding(threading.local):
-    """The landing of the message that this thread decodes."""
+    """The landing of the message that this thread is decoding."""
 
-    # Not a ContextVar, which the collector may find half set: see ``_config``.
+    # Not a ContextVar, which the garbage collector may find half set; see ``_config``.
     landing: Landing | None = None
 
 
@@ -69,9 +70,9 @@ _decoding = _Decoding()
 
 
 class landing:  # noqa: N801  # used as a function, like contextlib's
-    """A block in which tensors land on ``device``, also for functions that a pickle calls by name.
+    """A block in which tensors land on ``device``, even in functions that a pickle calls by name.
 
-    See ``Landing`` for what None means.
+    See ``Landing`` for the meaning of None.
     """
 
     __slots__ = ("_before", "_landing")
@@ -86,7 +87,7 @@ class landing:  # noqa: N801  # used as a function, like contextlib's
         _decoding.landing = self._before
 
 
-#: By name, so that a stream can name nothing but a dtype.
+#: Dtypes by name. A stream looks names up here, so it can name nothing but a dtype.
 DTYPES = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -95,15 +96,15 @@ DTYPES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
+    """Return the name of a dtype, such as ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The inverse of ``dtype_name``.
+    """Return the dtype with that name, as from ``dtype_name``.
 
     Raises:
-        DecodeError: this torch has no such dtype.
+        DecodeError: this version of torch has no such dtype.
     """
     dtype = DTYPES.get(name)
     if dtype is None:
@@ -122,11 +123,11 @@ _OWN_REDUCTIONS = tuple(kind.__reduce_ex__ for kind in _OWN_CLASSES)
 
 
 class Dense(NamedTuple):
-    """All of a strided tensor but its elements; every field is plain data."""
+    """A strided tensor without its elements; every field is plain data."""
 
     dtype: str
     shape: tuple[int, ...]
-    order: tuple[int, ...] | None  # dimensions by falling stride; None means C order
+    order: tuple[int, ...] | None  # dimensions by decreasing stride; None means C order
     expanded: tuple[int, ...] | None  # the shape before stride-0 dimensions were dropped
     device_type: str
     requires_grad: bool
@@ -134,7 +135,7 @@ class Dense(NamedTuple):
 
 
 def is_plain_tensor(obj: object) -> bool:
-    """Whether this module carries ``obj`` by itself: strided, no subclass but Parameter."""
+    """Return whether ``obj`` is strided and exactly a Tensor or a Parameter, no other subclass."""
     return type(obj) in _OWN_CLASSES and _is_strided(obj)
 
 
@@ -143,10 +144,9 @@ def _is_strided(tensor: Any) -> bool:
 
 
 def is_plain_subclass(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is a plain one but for a class that adds attributes and functions to it.
+    """Return whether ``tensor`` is plain except for a class that adds attributes and methods.
 
-    One whose class has operations of its own, or says itself how it is pickled, may be made of
-    anything.
+    A class that overrides operations, or defines how it is pickled, may consist of anything.
     """
     kind = type(tensor)
     is_plain = (
@@ -163,12 +163,12 @@ def describe(tensor: torch.Tensor, device_type: str | None) -> tuple[Dense, torc
 
     Args:
         tensor: see ``is_plain_tensor``.
-        device_type: elements on such a device stay there, or on one of several such, joined by
-            commas; all others end on the CPU.
+        device_type: elements on a device of this type, or of one of several types joined by
+            commas, stay there; all others are moved to the CPU.
 
     Returns:
-        The description, and the elements in the description's order: the tensor's own memory where
-        it is dense, a compact copy where it is not. A meta tensor has no elements.
+        The description, and the elements in the description's order: the tensor's own memory if it
+        is dense, otherwise a compact copy. A meta tensor has no elements.
     """
     elements = tensor.detach()
     expanded = None
@@ -198,23 +198,24 @@ def describe(tensor: torch.Tensor, device_type: str | None) -> tuple[Dense, torc
     where = tensor.device.type
     if where != "cpu" and where not in (device_type or "").split(","):
         elements = elements.cpu()
-    # ``as_strided``: a one-element view may have any stride, which ``view`` would keep.
+    # ``as_strided``, because a one-element view may have any stride, and ``view`` would keep it.
     compact = elements.contiguous().as_strided((elements.numel(),), (1,))
     return about, compact.view(torch.uint8)
 
 
 def memory_key(tensor: torch.Tensor, flat: torch.Tensor) -> tuple[Any, ...] | None:
-    """Equal for tensors whose elements travel once, as those of tied weights; None for no other.
+    """Return a key that is equal for tensors whose elements are sent only once, or else None.
 
-    Of elements that were copied, to be compact or to leave a device, the copy's address says
-    nothing, so whoever keeps the key keeps the tensor.
+    Tied weights are such tensors. The address of a copy, made to be compact or to leave a device,
+    would not identify the original, so the key has the original's. The caller must keep the tensor
+    alive with the key.
 
     Args:
-        tensor: any.
-        flat: its elements, as ``describe`` gave them.
+        tensor: any tensor.
+        flat: its elements, from ``describe``.
     """
     at = tensor.data_ptr() if tensor.numel() else 0
-    if not at:  # a device may tell no addresses, and nothing lies at 0
+    if not at:  # some devices report no addresses, and 0 is never valid
         return None
     if flat.device == tensor.device and flat.data_ptr() == at:
         return flat.device, at, flat.numel()
@@ -223,10 +224,10 @@ def memory_key(tensor: torch.Tensor, flat: torch.Tensor) -> tuple[Any, ...] | No
 
 
 def rebuild(about: Dense, flat: torch.Tensor) -> torch.Tensor:
-    """The tensor that ``describe`` saw, over the memory ``flat``.
+    """Rebuild the tensor passed to ``describe``, over the memory ``flat``.
 
     Raises:
-        DecodeError: dtype or sizes make no sense, or its device does not exist here.
+        DecodeError: its dtype or sizes are invalid, or its device does not exist here.
     """
     _check(about)
     dtype = dtype_named(about.dtype)
@@ -247,7 +248,7 @@ def rebuild(about: Dense, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _check(about: Any) -> None:
-    """Refuse a description that torch might walk to its end, or multiply."""
+    """Reject a description whose values torch might iterate over, or multiply, at great cost."""
     is_plain = (
         type(about.dtype) is str
         and type(about.requires_grad) is bool
@@ -270,37 +271,37 @@ def _check(about: Any) -> None:
 
 
 def check_shape(what: str, shape: Any) -> None:
-    """Refuse a shape with which nothing can be made.
+    """Reject an invalid shape.
 
     Raises:
-        DecodeError: it is no tuple of sizes, or has too many of them, or they are too large.
+        DecodeError: it is not a tuple of sizes, or has too many, or they are too large.
     """
     if type(shape) is not tuple or len(shape) > DIMENSIONS_MAX:
         raise DecodeError(what, f"its shape is not a tuple of at most {DIMENSIONS_MAX} sizes")
     if not _INTEGERS.issuperset(map(type, shape)) or min(shape, default=0) < 0:
-        raise DecodeError(what, "its shape has impossible sizes")
-    # As if no size were 0: some code multiplies before it looks.
+        raise DecodeError(what, "its shape has sizes that make no sense")
+    # Ignores sizes of 0, because some code multiplies before it checks them.
     if max(shape, default=0) > _NUMEL_MAX or math.prod(filter(None, shape)) > _NUMEL_MAX:
         raise DecodeError(what, "its shape has more elements than possible")
 
 
 def is_coo_tensor(obj: object) -> bool:
-    """Whether ``obj`` is a sparse tensor of coordinates, which two plain tensors make up."""
+    """Return whether ``obj`` is a sparse COO tensor, which consists of two plain tensors."""
     return type(obj) is torch.Tensor and obj.layout is torch.sparse_coo
 
 
 def numel_of(part: Any) -> int:
-    """How many elements a member has, if it is a tensor."""
+    """Return the number of elements of a tensor, and 0 for any other object."""
     return part.numel() if isinstance(part, torch.Tensor) else 0
 
 
 def describe_coo(
     tensor: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...], bool, bool]:
-    """What ``rebuild_coo`` takes; a tensor that was not coalesced stays so."""
+    """Return the arguments of ``rebuild_coo``; an uncoalesced tensor stays uncoalesced."""
     return (
         tensor._indices().contiguous(),  # noqa: SLF001  # indices() refuses uncoalesced ones
-        tensor._values().contiguous(),  # noqa: SLF001  # likewise
+        tensor._values().contiguous(),  # noqa: SLF001  # as above
         tuple(tensor.shape),
         tensor.is_coalesced(),
         tensor.requires_grad,
@@ -310,14 +311,14 @@ def describe_coo(
 def rebuild_coo(
     indices: Any, values: Any, shape: Any, is_coalesced: Any, requires_grad: Any
 ) -> torch.Tensor:
-    """The tensor that ``describe_coo`` saw.
+    """Rebuild the tensor passed to ``describe_coo``.
 
     Raises:
-        DecodeError: its parts are not those of a sparse tensor.
+        DecodeError: its parts do not form a sparse tensor.
     """
     check_shape("tensor", shape)
     parts = (indices, values)
-    # Expanded, a few bytes would be the indices of billions of elements, and torch looks at each.
+    # If expanded, a few bytes could be the indices of billions of elements, all checked by torch.
     if not all(is_plain_tensor(part) and part.is_contiguous() for part in parts):
         raise DecodeError("tensor", "a sparse tensor is not built from two dense ones")
     if type(is_coalesced) is not bool or type(requires_grad) is not bool:
@@ -336,7 +337,7 @@ def rebuild_coo(
 
 
 def is_plain_array(obj: object) -> bool:
-    """Whether ``obj`` is exactly a ``numpy.ndarray`` of plain memory, without importing numpy."""
+    """Return whether ``obj`` is exactly a ``numpy.ndarray`` of plain memory; imports no numpy."""
     kind = type(obj)
     return (
         kind.__name__ == "ndarray" and kind.__module__ == "numpy" and not obj.dtype.hasobject  # type: ignore[attr-defined]  # an ndarray by its type
@@ -347,25 +348,26 @@ def describe_array(array: "np.ndarray[Any, Any]") -> tuple[str, torch.Tensor, An
     """Split an array into its memory order, a flat view of its elements, and their owner.
 
     Returns:
-        ``"C"`` or ``"F"``; the flat view, a compact copy where the array was not contiguous; and
-        what keeps that memory alive.
+        ``"C"`` or ``"F"``; the flat view, which is a compact copy if the array was not contiguous;
+        and an object that keeps that memory alive.
     """
     order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
     owner = array if array.flags.forc else array.copy(order="C")
     if not owner.nbytes:
         return order, torch.empty(0, dtype=torch.uint8, device="cpu"), owner
     kept = [owner, *resize_locks(owner)]
-    if not owner.flags.writeable:  # torch.from_numpy warns of those
+    if not owner.flags.writeable:  # torch.from_numpy warns about those
         address = owner.__array_interface__["data"][0]
         return order, at_address(address, owner.nbytes, owner), kept
     return order, torch.from_numpy(owner.ravel("K").view("u1")), kept
 
 
 def resize_locks(owner: Any) -> list[Any]:
-    """What keeps numpy from moving an array's memory, and that of the array that it views.
+    """Return objects that keep numpy from moving an array's memory, or that of the array it views.
 
-    ``ndarray.resize(refcheck=False)`` frees memory that others hold, buffer exports included, which
-    ends the process if it travels just then; but it refuses an array with a weak reference.
+    ``ndarray.resize(refcheck=False)`` frees memory even if others use it, also through the buffer
+    protocol. If that memory is being sent, the process crashes. But it rejects an array that has a
+    weak reference.
 
     Args:
         owner: any object; only arrays have such locks.
@@ -377,15 +379,15 @@ def resize_locks(owner: Any) -> list[Any]:
 
 @functools.lru_cache(maxsize=64)
 def _is_array_class(kind: type) -> bool:
-    """Whether its objects are arrays of numpy's, which need not be there."""
+    """Return whether its instances are numpy arrays; works without numpy."""
     return ("numpy", "ndarray") in [(each.__module__, each.__name__) for each in kind.__mro__]
 
 
 def rebuild_array(flat: torch.Tensor, dtype: Any, shape: Any, order: Any) -> "np.ndarray[Any, Any]":
-    """The array that ``describe_array`` saw, over the memory ``flat``: writable and aligned.
+    """Rebuild the array passed to ``describe_array``, over ``flat``: writable and aligned.
 
     Raises:
-        DecodeError: the sizes do not agree, or the dtype holds Python objects.
+        DecodeError: the sizes do not match, or the dtype holds Python objects.
     """
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
@@ -398,7 +400,7 @@ def rebuild_array(flat: torch.Tensor, dtype: Any, shape: Any, order: Any) -> "np
             "array", f"{flat.numel()} bytes do not make a {dtype} array of shape {shape}"
         )
     if flat.numel() == 0 and not dtype.itemsize:
-        # As a view, because numpy would give texts of no length room for one letter each.
+        # As a view, because numpy.empty would widen zero-length strings to one character.
         return np.ndarray(shape, dtype, buffer=b"", order=order)
     if flat.numel() == 0:
         return np.empty(shape, dtype, order)
@@ -406,14 +408,14 @@ def rebuild_array(flat: torch.Tensor, dtype: Any, shape: Any, order: Any) -> "np
 
 
 def rebuild_scalar(dtype: "np.dtype[Any]", raw: Any) -> Any:
-    """A numpy scalar from its ``tobytes()``.
+    """Rebuild a numpy scalar from its ``tobytes()``.
 
     Raises:
-        DecodeError: the bytes are not as many as the dtype has, which might be gigabytes.
+        DecodeError: their length is not the dtype's item size, which may be gigabytes.
     """
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
     if type(raw) is not bytes or dtype.itemsize != len(raw):
-        raise DecodeError("array", f"the received value is not a {dtype} scalar")
-    # Empty text has items of no bytes, which frombuffer refuses.
+        raise DecodeError("array", f"what arrived is no {dtype} scalar")
+    # Items of an empty string have no bytes, which frombuffer rejects.
     return np.frombuffer(raw, dtype)[0] if dtype.itemsize else np.zeros((), dtype)[()]
