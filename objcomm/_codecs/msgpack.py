@@ -1,9 +1,9 @@
 """The ``msgpack`` codec: plain data with exact types; decoding runs no code that a sender chose.
 
-Beyond msgpack's own types every value is a list that begins with an extension naming what the rest
-is, such as ``[Tag("tuple"), 1, 2]``; user data cannot contain such an extension. A class of the
-user's own travels under the name it was given to ``register``. Members are values here: an object
-that occurs twice arrives as two (but the memory of tied tensors arrives tied).
+For types that msgpack does not have, a value is a list that begins with an extension naming the
+type, such as ``[Tag("tuple"), 1, 2]``. User data cannot contain such an extension. A user's class
+is sent under the name it was given in ``register``. Members are values: an object that occurs
+twice arrives as two objects, but the memory of tied tensors stays tied.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,48 +36,48 @@ from objcomm.errors import DecodeError, ForbiddenTypeError, shown
 
 _NAME = "msgpack"
 _TAG_CODE = 1
-_AS_DATETIME = 3  # of msgpack's own extension, which asks no hook
-_TEXT_ERRORS = "surrogatepass"  # os.fsdecode makes such strings of odd file names
-_INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1  # what msgpack itself can carry
+_AS_DATETIME = 3  # for msgpack's own timestamp extension, which calls no hook
+_TEXT_ERRORS = "surrogatepass"  # for strings from os.fsdecode with undecodable file names
+_INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1  # the range of msgpack's own integers
 
-# A tensor's or an array's shape and dtype lie deeper in the stream than it does in the object.
+# The shape and dtype of a tensor or an array are nested deeper in the stream than in the object.
 _DESCRIPTION_DEPTH = 8
 
-# Lists of nothing else, and mappings with such keys, go to msgpack's C code as they are.
+# Lists of only these types, and mappings with such keys, are passed to msgpack's C code unchanged.
 _NATIVE = frozenset({type(None), bool, int, float, str})
-# Nobody can choose their hashes, so that a mapping of them costs what its length says.
+# Nobody can choose the hashes of these, so a mapping with such keys costs only its length.
 _NATIVE_KEYS = frozenset({str, bytes})
 
 
 class _Tag(str):
-    """The head of an extended value on the receiver; no string that arrives is one."""
+    """The head of an extended value on the receiver; never a received string."""
 
     __slots__ = ()
 
 
 class _RefusedError(TypeError):
-    """No rule for a value; the text is for the user."""
+    """There is no rule for a value; the message is for the user."""
 
 
 class MsgpackCodec:
-    """See the module."""
+    """See the module docstring."""
 
     name = _NAME
 
     def encode(self, obj: object, *, device_type: str | None = None) -> Encoded:
-        """Encode plain data; an unregistered type is named with its path."""
+        """Encode plain data; an error names the path of a member with an unregistered type."""
         try:
             return _Encoder(device_type).encode(obj)
         except Exception as error:
             path, culprit = blame(obj, _can_encode)
-            if isinstance(error, _RefusedError):  # whose text is all that there is to it
+            if isinstance(error, _RefusedError):  # its message says everything
                 raise refusal(_NAME, path, culprit, str(error)) from None
             raise refusal(_NAME, path, culprit, reason_of(error)) from error
 
     def decode(
         self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
     ) -> Any:
-        """Rebuild plain data; only functions given to ``register`` on this rank are called."""
+        """Rebuild plain data; calls only functions passed to ``register`` on this rank."""
         with tensors.landing(device):
             return _Decoder(meta, buffers).decode()
 
@@ -91,17 +91,17 @@ def _can_encode(obj: object) -> bool:
 
 
 class _Encoder:
-    """Lowers one object to what msgpack packs by itself, and collects buffers on the way."""
+    """Converts an object to types that msgpack can pack, and collects buffers on the way."""
 
     def __init__(self, device_type: str | None) -> None:
         self._device_type = device_type
         self._max_depth = settings().max_depth
         self._depth = 0
         self._buffers: list[Buffer] = []
-        # Classes' objects and exceptions, with their numbers in the order in which they are done.
+        # Instances of classes, and exceptions, numbered in the order in which they are finished.
         self._made: dict[int, tuple[int, object]] = {}
         self._positions: dict[tuple[Any, ...], int] = {}
-        self._sources: list[torch.Tensor] = []  # so that nothing else comes to their addresses
+        self._sources: list[torch.Tensor] = []  # keeps their addresses from being reused
 
     def encode(self, obj: object) -> Encoded:
         lowered = self._lower(obj)
@@ -138,7 +138,7 @@ class _Encoder:
         if type(content) is bytes and len(content) < OUT_OF_BAND_FROM_NBYTES:
             return content
         made = BufferKind.BYTES if type(content) is bytes else BufferKind.BYTEARRAY
-        locked = memoryview(content)  # nobody can resize a bytearray meanwhile
+        locked = memoryview(content)  # keeps a bytearray from being resized
         return _extended("buffer", self._buffer(Buffer(made, locked, view(locked))))
 
     def _lower_dict(self, mapping: dict[Any, Any]) -> Any:
@@ -209,7 +209,7 @@ class _Encoder:
     def _lower_rest(
         self, error: Any, args: Any, fields: dict[str, Any], attributes: dict[str, Any], links: Any
     ) -> list[Any]:
-        """What an exception has that making it does not give."""
+        """Lower the parts of an exception that creating it does not set."""
         if fields and isinstance(error, exceptions.FIXED):
             raise _RefusedError(
                 f"its {min(fields)!r} was changed after it was made; use codec='pickle'"
@@ -225,16 +225,16 @@ class _Encoder:
         return [*lowered, [*linked, links[2]]]
 
     def _lower_link(self, error: BaseException | None) -> Any:
-        """An exception; the number of an object where it has been lowered before.
+        """Lower an exception, or its number if it was lowered before.
 
-        For what is raised from another one has it as its context as well, often as an argument, and
-        so has that one.
+        An exception raised from another has it both as cause and as context, often as an argument,
+        too. The other one is then lowered only once.
         """
         number, _ = self._made.get(id(error), (None, None))
         return self._lower(error) if number is None else number
 
     def _buffer(self, buffer: Buffer, source: torch.Tensor | None = None) -> int:
-        """The position of a buffer; members over exactly the same bytes share one."""
+        """Return the position of a buffer; members with exactly the same bytes share one."""
         new = len(self._buffers)
         of = buffer.flat if source is None else source
         key = tensors.memory_key(of, buffer.flat)
@@ -245,13 +245,13 @@ class _Encoder:
         return position
 
 
-# By functions: an object's own table of its methods would refer to it, and only the garbage
-# collector would free what it holds, such as the caller's tensors.
+# Functions instead of bound methods: an object that holds its own bound methods refers to itself,
+# and only the garbage collector would free what it holds, such as the caller's tensors.
 _LOWER_BY_TYPE: dict[type, Callable[[_Encoder, Any], Any]] = {
-    list: _Encoder._lower_list,  # noqa: SLF001  # part of that class, which does not exist sooner
-    dict: _Encoder._lower_dict,  # noqa: SLF001  # likewise
-    bytes: _Encoder._lower_bytes,  # noqa: SLF001  # likewise
-    bytearray: _Encoder._lower_bytes,  # noqa: SLF001  # likewise
+    list: _Encoder._lower_list,  # noqa: SLF001  # part of that class, which must exist first
+    dict: _Encoder._lower_dict,  # noqa: SLF001  # as above
+    bytes: _Encoder._lower_bytes,  # noqa: SLF001  # as above
+    bytearray: _Encoder._lower_bytes,  # noqa: SLF001  # as above
 }
 
 
@@ -276,14 +276,14 @@ def _listed(field: Any) -> Any:
 
 
 class _Decoder:
-    """Rebuilds one object; every name that arrives is looked up in a table of this process."""
+    """Rebuilds one object; every received name is looked up in a table of this process."""
 
     def __init__(self, meta: memoryview, buffers: Sequence[Any]) -> None:
         self._meta = meta
         self._buffers = buffers
         self._budget = Budget(_NAME, meta, buffers)
-        self._made: list[Any] = []  # in the order in which the encoder numbered them
-        self._heads = 0  # extensions that no list has begun with yet
+        self._made: list[Any] = []  # in the encoder's order
+        self._heads = 0  # extensions read, whose lists are not complete yet
 
     def decode(self) -> Any:
         check_nesting(self._meta, decoding_settings().max_depth, _DESCRIPTION_DEPTH)
@@ -367,7 +367,7 @@ class _Decoder:
         return self._completed(raise_exception(name, args, notes, text), *rest)
 
     def _completed(self, made: Any, *rest: Any) -> Any:
-        """Set what an exception has that making it does not give, and give it its number."""
+        """Set the parts of an exception that creating it does not set, and number it."""
         if rest:
             *others, links = rest
             if type(links) is list:
@@ -397,21 +397,21 @@ class _Decoder:
         return self._completed(entry.decode(state), *rest)
 
 
-# By functions: see ``_LOWER_BY_TYPE``.
+# Functions instead of bound methods; see ``_LOWER_BY_TYPE``.
 _RAISE: dict[str, Callable[..., Any]] = {
     "tuple": lambda _, *members: members,
     "buffer": _Decoder._raise_buffer,  # noqa: SLF001  # part of that class
-    "tensor": _Decoder._raise_tensor,  # noqa: SLF001  # likewise
+    "tensor": _Decoder._raise_tensor,  # noqa: SLF001  # as above
     "attributes": lambda _, tensor, attributes: set_attributes(tensor, attributes),
-    "sparse": _Decoder._raise_sparse,  # noqa: SLF001  # likewise
-    "ndarray": _Decoder._raise_array,  # noqa: SLF001  # likewise
-    "dict": _Decoder._raise_dict,  # noqa: SLF001  # likewise
-    "set": _Decoder._raise_set,  # noqa: SLF001  # likewise
-    "frozenset": _Decoder._raise_frozenset,  # noqa: SLF001  # likewise
-    "object": _Decoder._raise_object,  # noqa: SLF001  # likewise
+    "sparse": _Decoder._raise_sparse,  # noqa: SLF001  # as above
+    "ndarray": _Decoder._raise_array,  # noqa: SLF001  # as above
+    "dict": _Decoder._raise_dict,  # noqa: SLF001  # as above
+    "set": _Decoder._raise_set,  # noqa: SLF001  # as above
+    "frozenset": _Decoder._raise_frozenset,  # noqa: SLF001  # as above
+    "object": _Decoder._raise_object,  # noqa: SLF001  # as above
     "scalar": lambda _, dtype, raw: tensors.rebuild_scalar(
         array_dtypes.array_dtype_named(dtype), raw
     ),
     "dtype": lambda _, name: array_dtypes.array_dtype_named(name),
-    "exception": _Decoder._raise_exception,  # noqa: SLF001  # likewise
+    "exception": _Decoder._raise_exception,  # noqa: SLF001  # as above
 }

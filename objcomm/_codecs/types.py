@@ -1,14 +1,14 @@
-"""All that a stranger's message can have made: builtin types, admitted classes, exceptions.
+"""All that an untrusted message may create: builtin types, admitted classes and exceptions.
 
-Both ways to decode safely, ``msgpack`` and a pickle under ``allow=``, make the same things by this
-one table. What arrives may be of any type, so each argument is held to its exact type and its
-bounds before anything is called: no constructor runs what a sender chose, or computes for long.
-Classes that a user admits go by a name that all ranks agree on.
+Both ways to decode safely, ``msgpack`` and pickle with ``allow=``, use this one table. Received
+arguments may have any type, so each must have its exact type and be within its bounds before
+anything is called. No constructor runs code that a sender chose, or computes for long. Classes that
+a user admits have a name that all ranks agree on.
 
-Of an exception's arguments Python itself believes too much: a Unicode error reads its text at
-positions that it was given, and a negative one ends the process (CPython 3.11); the traceback of a
-syntax error has as many marks as it was told; and syntax errors and groups walk through an
-argument, which might be a range of any length.
+Python itself trusts an exception's arguments too much. A Unicode error reads its text at the
+positions it was given, and a negative one crashes the process (CPython 3.11). The traceback of a
+syntax error prints as many marks as it was told to. Syntax errors and exception groups iterate over
+an argument, which may be a range of any length.
 """
 
 import dataclasses
@@ -35,10 +35,10 @@ from objcomm.errors import DecodeError, ForbiddenTypeError, UsageError, shown
 
 _NAME = "msgpack"
 
-#: Reducing a fraction of larger numbers would take seconds: the time grows with their square.
+#: Reducing a fraction with larger numbers takes seconds; the time grows with their square.
 FRACTION_BITS_MAX = 1 << 16
 
-#: A range divides its numbers when it is made; the time grows likewise.
+#: Creating a range divides its numbers; the time grows with their square, too.
 RANGE_BITS_MAX = 1 << 12
 
 _HEX = re.compile(r"-?0x[0-9a-f]+")
@@ -48,10 +48,10 @@ _UUID_NBYTES = 16
 
 
 class Argument(NamedTuple):
-    """What one argument must be.
+    """The requirement for one argument.
 
     Attributes:
-        words: for an error.
+        words: a description for error messages.
         fits: the test.
     """
 
@@ -74,7 +74,7 @@ TEXT = _exactly(str, "a text")
 DTYPE = _exactly(torch.dtype, "a dtype")
 SIZE = Argument("a size", lambda given: type(given) is int and 0 <= given < 1 << 63)
 ZONE = Argument(
-    "None or a time zone",  # also one of a registered class
+    "None or a time zone",  # or an instance of a registered class
     lambda given: given is None or issubclass(type(given), datetime.tzinfo),
 )
 
@@ -85,14 +85,14 @@ def _matches(words: str, pattern: re.Pattern[str]) -> Argument:
 
 @dataclass(frozen=True)
 class Constructor:
-    """One thing that can be made.
+    """An object that can be created from received arguments.
 
     Attributes:
-        name: on msgpack's wire, and in errors.
-        make: makes it.
-        arguments: what ``make`` must be given.
-        rest: what all further ones must be; None where there may be none.
-        optional: how many of the last may be missing.
+        name: its name in msgpack streams and in errors.
+        make: creates it.
+        arguments: the requirement for each argument of ``make``.
+        rest: the requirement for all further arguments; None if there may be none.
+        optional: how many of the last ``arguments`` may be missing.
     """
 
     name: str
@@ -102,10 +102,10 @@ class Constructor:
     optional: int = 0
 
     def __call__(self, *given: Any) -> Any:
-        """Make it.
+        """Create the object.
 
         Raises:
-            DecodeError: it must be given something else.
+            DecodeError: the arguments do not meet the requirements.
         """
         wanted = self.arguments
         least, most = len(wanted) - self.optional, len(wanted)
@@ -136,7 +136,7 @@ def _size(*sizes: int) -> torch.Size:
 _DAY = (INTEGER, INTEGER, INTEGER)
 _TIME = (INTEGER, INTEGER, INTEGER, INTEGER, ZONE, INTEGER)
 
-#: By name; what takes large members, or members of any kind, is in ``msgpack`` and ``restricted``.
+#: By name. Types with large members, or members of any kind, are in ``msgpack`` and ``restricted``.
 CONSTRUCTORS = {
     each.name: each
     for each in (
@@ -210,7 +210,7 @@ def _lower_size(size: torch.Size) -> tuple[int, ...]:
     return tuple(size)
 
 
-#: How each further type is taken apart: its name on the wire, and its members.
+#: How to take apart each further type: its name in the stream, and its members.
 LOWER: dict[type, tuple[str, Callable[[Any], Sequence[Any]]]] = {
     tuple: ("tuple", tuple),
     set: ("set", tuple),
@@ -231,7 +231,7 @@ LOWER: dict[type, tuple[str, Callable[[Any], Sequence[Any]]]] = {
         lambda t: (*t.timetuple()[:6], t.microsecond, t.tzinfo, t.fold),
     ),
     datetime.timedelta: ("timedelta", lambda d: (d.days, d.seconds, d.microseconds)),
-    # As pickle does: UTC and unnamed offsets stay so.
+    # As in pickle, which preserves UTC and unnamed offsets.
     datetime.timezone: ("timezone", lambda zone: zone.__getinitargs__()),
     zoneinfo.ZoneInfo: ("zoneinfo", lambda zone: (zone.key,)),
     pathlib.PosixPath: ("path", lambda path: (str(path),)),
@@ -245,12 +245,12 @@ LOWER: dict[type, tuple[str, Callable[[Any], Sequence[Any]]]] = {
     torch.iinfo: ("torch.iinfo", lambda limits: (tensors.dtype_named(limits.dtype),)),
 }
 
-# What numpy and torch take from any object for an address in this process's memory.
+# Attributes that numpy and torch read from any object as addresses in this process's memory.
 _ADDRESSES = frozenset({"__array_interface__", "__array_struct__", "__cuda_array_interface__"})
 
 
 def check_attributes(names: Iterable[str]) -> None:
-    """Refuse attributes that a received object must not have, whatever its class.
+    """Reject attributes that a received object must not have, whatever its class.
 
     Raises:
         ForbiddenTypeError: one names an address in memory.
@@ -260,10 +260,10 @@ def check_attributes(names: Iterable[str]) -> None:
 
 
 def set_attributes(tensor: Any, attributes: Any) -> torch.Tensor:
-    """Give a received tensor the attributes that its sender's program gave it.
+    """Set the attributes on a received tensor that the sender's program had set on it.
 
     Raises:
-        DecodeError: it is not a tensor, or they are not a mapping.
+        DecodeError: it is not a tensor, or the attributes are not a mapping.
         ForbiddenTypeError: one of them would hide an attribute that every tensor has.
     """
     if not isinstance(tensor, torch.Tensor) or type(attributes) is not dict:
@@ -277,25 +277,25 @@ def set_attributes(tensor: Any, attributes: Any) -> torch.Tensor:
 
 
 def member_of(cls: enum.EnumMeta, value: Any) -> Any:
-    """The member that has a value; a class of flags keeps none that it did not know.
+    """Return the enum member with a value; keep no flags that the class did not know.
 
-    Python's own lookup would: a stream of messages could fill the memory with them.
+    Python's own lookup keeps them, so a series of messages could fill the memory.
     """
     known = cls._value2member_map_
     if not issubclass(cls, enum.IntFlag) or value in known:
         return cls(value)
     member = cls(value)
     if cls.__members__.get(member.name or "") is not member:
-        known.pop(member.value, None)  # equal ones need not be the same
+        known.pop(member.value, None)  # an equal value may be another object
     return member
 
 
 def raise_exception(name: Any, args: Any, notes: Any, text: Any) -> BaseException:
-    """A builtin exception from its class's name and its arguments.
+    """Create a builtin exception from the name of its class and its arguments.
 
     Raises:
         ForbiddenTypeError: no builtin exception has that name.
-        DecodeError: it can't be made of these.
+        DecodeError: it cannot be created from these arguments.
     """
     if type(name) is not str or type(text) is not str:
         raise DecodeError(_NAME, "an exception is not built from a name, arguments and a text")
@@ -303,10 +303,8 @@ def raise_exception(name: Any, args: Any, notes: Any, text: Any) -> BaseExceptio
     if cls is None:
         raise ForbiddenTypeError(_NAME, f"{name!r} is not a built-in exception ({text})")
     is_plain = type(args) is tuple and type(notes) is list
-    if not is_plain or not all(type(note) is str for note in notes):  # a range would be walked
-        raise DecodeError(
-            _NAME, "an exception's arguments are not a tuple, or its notes are not strings"
-        )
+    if not is_plain or not all(type(note) is str for note in notes):  # a range could be huge
+        raise DecodeError(_NAME, "an exception's arguments are no tuple, or its notes no texts")
     check_arguments(cls, args)
     error: BaseException = cls(*args)
     for note in notes:
@@ -317,21 +315,21 @@ def raise_exception(name: Any, args: Any, notes: Any, text: Any) -> BaseExceptio
 C = TypeVar("C", bound=type)
 
 
-# An object's own part where all its state is in __dict__; a builtin base makes it larger.
+# Size of an object with all its state in __dict__; a builtin base class makes it larger.
 _PLAIN_BASICSIZE = 32
 
 
 class ClassEntry(NamedTuple):
-    """How one class is taken apart and rebuilt."""
+    """How to take apart and rebuild one class."""
 
     name: str
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
-    is_derived: bool  # from the class, and not given to ``register``
+    is_derived: bool  # from the class, instead of passed to ``register``
 
 
 class _Classes:
-    """Both directions; replaced as one, so that readers need no lock."""
+    """Both directions; replaced together, so that readers need no lock."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -392,24 +390,25 @@ def register(
     decode: Callable[[Any], Any] | None = None,
     name: str | None = None,
 ) -> Any:
-    """Admit a class to ``codec="msgpack"``; call it on every rank, also as a decorator.
+    """Register a class for ``codec="msgpack"``, on every rank; also works as a decorator.
 
     Dataclasses, named tuples, enums, exceptions and classes that keep their state in ``__dict__``
-    need no functions: their members are encoded one by one, and they are rebuilt as pickle does it,
-    without a call of ``__init__``.
+    do not need ``encode`` and ``decode``. Their members are encoded one by one, and they are
+    rebuilt as pickle does it, without calling ``__init__``.
 
     Args:
-        cls: the class; its subclasses are not admitted with it.
-        encode: turns an instance into plain data (or into other registered classes).
-        decode: turns that data into an instance; give both or neither.
-        name: what travels; ``module.qualname`` if not given. The same on every rank.
+        cls: the class; subclasses are not included.
+        encode: converts an instance to plain data or instances of other registered classes.
+        decode: converts that data to an instance; pass both functions or neither.
+        name: name of the class in messages, the same on every rank; by default
+            ``module.qualname``.
 
     Returns:
         ``cls``.
 
     Raises:
-        UsageError: only one function was given, the class's state can't be found without them, or
-            another class has the name.
+        UsageError: only one function was passed, the class's state cannot be found without them,
+            or another class has the name.
 
     Examples:
         >>> import dataclasses, objcomm
@@ -463,7 +462,7 @@ def _derived(cls: Any) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
 
 
 def _checked(cls: Any, received: Any, kind: type) -> Any:
-    """What arrived for an instance, if it is of the very type that was sent."""
+    """Return what was received for an instance, if it has exactly the type that was sent."""
     if type(received) is not kind:
         raise DecodeError(_NAME, f"a {cls.__qualname__} is not built from {shown(received)}")
     return received
@@ -475,7 +474,7 @@ def _lower_exception(error: BaseException) -> list[Any]:
 
 
 def _raised(cls: Any, parts: Any) -> Any:
-    """An exception as it was, without a call of ``__init__``."""
+    """Rebuild an exception without calling its ``__init__``."""
     args, state = _checked(cls, parts, list)
     check_arguments(cls, _checked(cls, args, tuple))
     return _with_state(exceptions.make(cls, args), state)
@@ -485,7 +484,7 @@ def _with_state(obj: Any, state: Any) -> Any:
     for name in _checked(type(obj), state, dict):
         _checked(type(obj), name, str)
     check_attributes(state)
-    # Not by setattr, for a name of the sender's may be that of a property.
+    # Not with setattr, because a name chosen by the sender may be that of a property.
     vars(obj).update(state)
     return obj
 
@@ -493,15 +492,15 @@ def _with_state(obj: Any, state: Any) -> Any:
 def _filled(cls: Any, state: dict[str, Any]) -> Any:
     obj: Any = object.__new__(cls)
     for name, value in state.items():
-        object.__setattr__(obj, name, value)  # also where the class is frozen
+        object.__setattr__(obj, name, value)  # works for frozen classes, too
     return obj
 
 
 def _all_of(obj: Any, names: list[str]) -> list[str]:
-    """The fields of a dataclass, if they are all that it holds.
+    """Return the fields of a dataclass instance, if it has no other attributes.
 
     Raises:
-        TypeError: it was given further attributes, which would be lost.
+        TypeError: it has other attributes, which would be lost.
     """
     if further := getattr(obj, "__dict__", {}).keys() - set(names):
         raise TypeError(f"attributes {sorted(further)} are not fields; register with encode=")
@@ -514,17 +513,18 @@ _LISTS = frozenset({list, tuple})
 
 
 def check_arguments(cls: type, args: tuple[Any, ...]) -> None:
-    """Refuse an exception that could not be made or printed in proportion to its bytes.
+    """Reject an exception that would be disproportionately expensive to create or print.
 
     Args:
         cls: its class.
-        args: what it is made of.
+        args: its arguments.
 
     Raises:
-        DecodeError: its positions lie outside of its text, or what it walks through is no list.
+        DecodeError: its positions are outside its text, or an argument to iterate over is not a
+            list.
     """
     if issubclass(cls, _UNICODE_ERRORS):
-        text, start, end = args[-4:-1] if len(args) >= 4 else ("", 0, -1)  # noqa: PLR2004  # and why
+        text, start, end = args[-4:-1] if len(args) >= 4 else ("", 0, -1)  # noqa: PLR2004  # if there are as many
         is_right = type(start) is type(end) is int and type(text) in {str, bytes, bytearray}
         if not (is_right and 0 <= start <= end <= len(text)):
             raise DecodeError(_NAME, "the positions of a UnicodeError are outside its text")
