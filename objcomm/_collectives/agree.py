@@ -253,10 +253,10 @@ def agree(
     """Make sure that every rank has the same value.
 
     Every rank of ``group`` must call this. Values are the same if they have the same type and
-    content. nan is the same as nan, ``1`` differs from ``1.0`` and ``True``, and the order of a
-    dict's keys does not matter. Tensors and arrays are compared by dtype, shape and elements, on
-    any device. Objects whose class does not define ``==`` are compared by what pickle would save.
-    Only digests are sent, unless they differ between ranks.
+    content. NaN equals NaN, ``1`` differs from ``1.0`` and ``True``, and the order of a dict's keys
+    does not matter. Tensors and arrays are compared by dtype, shape and elements, on any device.
+    Objects whose class does not define ``==`` are compared by what pickle would save. Only digests
+    are sent, unless they differ between ranks.
 
     Args:
         value: any object that can be encoded.
