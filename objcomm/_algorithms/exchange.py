@@ -80,8 +80,8 @@ class Exchange(Transfers):
             deadline: for all waits together.
             gate: signs this rank's messages and checks the others'.
             device: see ``device.DevicePath``.
-            meter: receives the bytes that follow heads, if they are sent over ``link``; None if
-                nothing is to be measured.
+            meter: counts the bytes that follow heads, if they are sent over ``link``; None if no
+                progress is shown.
             group: name of the group, for the log.
         """
         self.entry = entry

@@ -1,4 +1,4 @@
-"""Tensors that ranks combine element by element, cut into pieces that one rank each computes.
+"""Tensors that ranks combine element by element, cut into pieces; one rank computes each piece.
 
 Every rank cuts the same way, based on what all ranks agreed on.
 """

@@ -285,8 +285,7 @@ def reduce_scatter(
         accept: codecs this rank accepts in this call; see ``objcomm.configure``.
         allow: what a received pickle may name in this call; see ``objcomm.configure``.
         async_op: return a ``Work`` immediately; its ``wait`` returns the result. Do not modify
-            tensors or arrays in ``objs`` before ``wait`` returns. ``op`` is called on another
-            thread.
+            tensors or arrays in ``objs`` before ``wait`` returns. ``op`` runs on another thread.
 
     Returns:
         On rank i of the group, the combination of every rank's ``objs[i]``. In a world of one, a

@@ -132,9 +132,10 @@ def reduce(
         dst: global rank that gets the result.
         group_dst: the destination as a rank within the group, instead of ``dst``. With neither,
             the group's first rank is the destination.
-        dtype: floating-point or complex dtype in which ``sum``, ``prod`` and ``mean`` accumulate
-            tensors of such dtypes; results have the leaf's dtype. None means float32 for
-            half-precision leaves, float64 or complex128 for means, and otherwise the leaf's dtype.
+        dtype: floating-point dtype in which ``sum``, ``prod`` and ``mean`` accumulate
+            floating-point and complex tensors, unless theirs is wider; results have the leaf's
+            dtype. None means float64 or complex128 for means, float32 for other operators on
+            half-precision leaves, and otherwise the leaf's dtype.
         missing: ``"skip"`` allows dict keys to be missing on some ranks. Each leaf is then
             combined, or averaged, over the ranks that have it, and all ranks get the result.
         name: name of this call; see ``objcomm.broadcast``.
