@@ -67,7 +67,7 @@ def relay(exchange: Exchange, flats: Sequence[torch.Tensor], root: int) -> None:
 def gather_heads(
     exchange: Exchange, message: Message, root: int, *, may_be_whole: bool = False
 ) -> list[Message] | None:
-    """Send every rank's first message to ``root``, which gets them in rank order; else ``None``.
+    """Send every rank's first message to ``root``; it returns them in rank order, others ``None``.
 
     A rank with other ranks below it in the tree sends their messages bundled with its own, without
     reading them.
@@ -115,7 +115,7 @@ def gather_heads(
 def gather(
     exchange: Exchange, message: Message, root: int, max_nbytes: float = math.inf
 ) -> list[Message] | None:
-    """Send every rank's message to ``root``, each at its own size; ``None`` on other ranks.
+    """Send every rank's message to ``root``; it returns them in rank order, others ``None``.
 
     Args:
         exchange: the operation's exchange.
@@ -325,7 +325,7 @@ def _recv_scattered(
 def _cut(
     exchange: Exchange, heads: memoryview, senders: Sequence[int]
 ) -> tuple[memoryview, memoryview]:
-    """Cut heads, without reading them, into one for each of ``senders``, and the remaining ones."""
+    """Split off the first heads, one for each of ``senders``, without opening them."""
     nbytes = 0
     for sender in senders:
         nbytes += exchange.gate.header_in(heads[nbytes:], sender).head_nbytes

@@ -87,7 +87,7 @@ def _dtype(name: Any, depth: int, seen: Counter[str]) -> "np.dtype[Any]":
     nbytes = 0
     for each in name:
         if type(each) not in (list, tuple) or len(each) not in (2, 3) or type(each[0]) is not str:
-            raise DecodeError("array", "a dtype's field is no name, form and shape")
+            raise DecodeError("array", "a dtype's field is not a name, a format and a shape")
         seen["fields"] += 1  # also counts a list again each time it occurs
         if seen["fields"] > _FIELDS_MAX:
             raise DecodeError("array", f"a dtype of more than {_FIELDS_MAX} fields")

@@ -1,7 +1,7 @@
 """Functions and classes by value, with cloudpickle, which is imported only when needed.
 
-Adds what cloudpickle loses: variables that functions share, the qualified name of a class, and the
-module of a type variable. Functions also keep the name of their file. Since 3.1.3, cloudpickle
+Restores what cloudpickle loses: variables that functions share, the qualified name of a class, and
+the module of a type variable. Functions also keep the name of their file. Since 3.1.3, cloudpickle
 writes ``<dynamic-code>`` instead, so that a stream does not depend on where a function was defined,
 but tracebacks and the lines that errors show need the file.
 """
@@ -110,7 +110,7 @@ def _with_qualname(cls: type, reduced: Any) -> Any:
 
 
 def _with_module(variable: Any, reduced: Any) -> Any:
-    """Restore a type variable's module; cloudpickle leaves it as its own module."""
+    """Restore a type variable's module; cloudpickle sets it to its own."""
     if reduced[0] is getattr:  # sent by name, because it is in a module
         return reduced
     return *reduced, variable.__module__, None, None, _set_module

@@ -1,10 +1,10 @@
 """Exceptions split into parts, and rebuilt without calling their ``__init__``.
 
 Python itself calls the class with ``args`` again. That fails if the class's ``__init__`` takes
-other arguments than it passes to its base class, and it loses ``__cause__`` and ``__context__``.
-Here, the builtin base class creates the exception from its own arguments, and everything else is
-restored. As in Python itself, tracebacks, whose frames refer to other objects, and the ``obj`` of
-an AttributeError are not sent.
+different arguments from those it passes to its base class, and it loses ``__cause__`` and
+``__context__``. Here, the builtin base class creates the exception from its own arguments, and
+everything else is restored. As in Python itself, tracebacks, whose frames refer to other objects,
+and the ``obj`` of an AttributeError are not sent.
 """
 
 import builtins

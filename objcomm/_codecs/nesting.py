@@ -1,10 +1,10 @@
-"""What decoding a message may cost: work in proportion to its bytes, and no deeper than allowed.
+"""Limits on the cost of decoding: work in proportion to a message's bytes, and a maximum depth.
 
-A stranger's message of a few hundred bytes may ask for hours: by one large member that is used
-again and again, or by keys that all have the same hash. So what costs more than its own bytes is
-counted while it is decoded. And a list's header of 5 bytes may claim 4 billion members, for which
-a decoder makes room before it reads the first; lists of such claims within each other multiply. So
-a msgpack stream's tokens are read first. Knows tokens and nothing of what they mean.
+An untrusted message of a few hundred bytes can cause hours of work, by using one large member again
+and again, or by keys that all have the same hash. So work that costs more than its own bytes is
+counted during decoding. Also, a list's 5-byte header can claim 4 billion members, for which a
+decoder allocates memory before it reads the first one, and nested claims multiply. So the tokens of
+a msgpack stream are checked first. This module knows tokens, but not what they mean.
 """
 
 import fractions
@@ -18,13 +18,13 @@ import torch
 
 from objcomm.errors import DecodeError
 
-# One step is some 50 ns of work, such as to look at one element. What everyone may spend, and what
-# each byte of a message adds: decoding a small dictionary takes 2 steps for each of its bytes.
+# One step is about 50 ns of work, such as looking at one element. Every message has the free steps,
+# and more for each of its bytes; decoding a small dictionary takes 2 steps per byte.
 _FREE_STEPS = 1_000_000
 _STEPS_PER_BYTE = 32
 
-# Comparing: so many bits or letters are one step, as a power of two; a fraction takes 1 µs, and a
-# scalar of numpy's 10, and half of one for each of its fields.
+# Comparing this many bits or characters (as a power of two) takes one step. Comparing a fraction
+# takes 1 µs, and a numpy scalar 10 µs plus 0.5 µs for each of its fields.
 _COMPARED_BITS = 9
 _USUAL_WEIGHT, _OTHERS_WEIGHT, _FIELD_WEIGHT = 20, 200, 10
 _HARMLESS = frozenset({str, bytes, float})
@@ -32,13 +32,13 @@ _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 
 
 class Budget:
-    """What is left for one message."""
+    """The steps left for decoding one message."""
 
     def __init__(self, codec: str, meta: memoryview, buffers: Iterable[Any]) -> None:
-        """Begin.
+        """Initialize the budget.
 
         Args:
-            codec: for an error's text.
+            codec: name of the codec, for error messages.
             meta: the message's own bytes.
             buffers: its large members.
         """
@@ -50,7 +50,7 @@ class Budget:
         """Count work before it is done.
 
         Raises:
-            DecodeError: it would be more than a message of this length is worth.
+            DecodeError: it would be more than a message of this length justifies.
         """
         self._left -= steps
         if self._left < 0:
@@ -64,33 +64,33 @@ def _nbytes(buffer: Any) -> int:
 
 
 class Spread:
-    """Counts what it takes to compare the members of one set, or the keys of one mapping.
+    """Counts the steps to compare the members of one set, or the keys of one mapping.
 
-    Members of the same hash are compared with each other. Texts' hashes nobody can choose, and of
-    floats and of integers of 64 bits only some 50 have the same one.
+    Members with the same hash are compared with each other. Nobody can choose the hashes of
+    strings, and only about 50 floats or 64-bit integers have the same one.
 
     Attributes:
-        spent: how many steps it has come to; as many as comparing with another such set takes.
+        spent: steps counted so far; comparing with another such set takes as many.
     """
 
     def __init__(self, budget: Budget, weigh: Callable[[Any], int]) -> None:
-        """Begin.
+        """Initialize the counter.
 
         Args:
-            budget: what it is counted against.
-            weigh: how many steps it takes to compare a member with another one.
+            budget: the budget to charge.
+            weigh: returns the steps to compare a member with another one.
         """
         self._budget = budget
         self._weigh = weigh
-        self._lone: dict[int, Any] = {}  # by its hash, the first member that has it
-        self._groups: dict[int, tuple[int, int]] = {}  # where more have it: how many, their weight
+        self._lone: dict[int, Any] = {}  # the first member with each hash
+        self._groups: dict[int, tuple[int, int]] = {}  # for shared hashes: count and total weight
         self.spent = 0
 
     def add(self, members: Iterable[Any]) -> None:
-        """Count more of them, before they are compared.
+        """Count more members, before they are compared.
 
         Raises:
-            DecodeError: it would take more than the message is worth.
+            DecodeError: comparing them would take more work than the message justifies.
         """
         for member in members:
             kind = type(member)
@@ -102,14 +102,14 @@ class Spread:
                 continue
             count, before = self._groups.get(key) or (1, self._weigh(self._lone[key]))
             weight = self._weigh(member)
-            # Either of two may be what makes comparing them long.
+            # Either of the two may be the one that makes comparing them slow.
             self._budget.spend(before + count * weight)
             self.spent += before + count * weight
             self._groups[key] = count + 1, before + weight
 
 
 def weight_of(member: Any) -> int:
-    """How many steps it takes to compare a member of a set with another one."""
+    """Return the steps to compare a member of a set with another one."""
     weigh = _WEIGHTS.get(type(member))
     if weigh is not None:
         return 1 + weigh(member)
@@ -128,28 +128,28 @@ def _lookups_of(members: frozenset[Any]) -> int:
 
 
 def length_of(numbers: range) -> int:
-    """How many there are; ``len`` has a limit."""
+    """Return the length of a range; ``len`` has a limit."""
     return max(0, -((numbers.start - numbers.stop) // numbers.step))
 
 
 def _fields_of(dtype: Any) -> int:
-    """How many fields one item of numpy's has, those of its fields included."""
-    item = getattr(dtype, "base", dtype)  # of a field with a shape
+    """Return the number of fields in an item of a numpy dtype, including nested ones."""
+    item = getattr(dtype, "base", dtype)  # for a field with a shape
     names = getattr(item, "names", None) or ()
     return len(names) + sum(_fields_of(item.fields[name][0]) for name in names)
 
 
-#: Of some types, besides one step.
+#: Steps for some types, in addition to one.
 _WEIGHTS: dict[type, Callable[[Any], int]] = {
     tuple: lambda members: sum(map(weight_of, members)),
-    # Each is looked up among those members of the other one that have its hash.
+    # Each member is looked up among the other set's members with the same hash.
     frozenset: _lookups_of,
-    # Beside a Decimal numbers are converted, in quadratic time.
+    # Comparing with a Decimal converts numbers, in quadratic time.
     int: _square_of,
     fractions.Fraction: lambda number: (
         _USUAL_WEIGHT + sum(map(_square_of, number.as_integer_ratio()))
     ),
-    range: length_of,  # beside a scalar of numpy's it becomes an array
+    range: length_of,  # compared with a numpy scalar, it becomes an array
     str: lambda text: len(text) >> _COMPARED_BITS,
     bytes: lambda raw: len(raw) >> _COMPARED_BITS,
 }
@@ -157,17 +157,18 @@ _WEIGHTS: dict[type, Callable[[Any], int]] = {
 
 _NAME = "msgpack"
 
-# Lists and mappings: of up to 15 members, of 16 and of 32 bits. Only long lists claim memory.
+# Lists and mappings with up to 15 members, and with 16-bit and 32-bit lengths. Only lists with long
+# lengths allocate memory.
 _OPENERS = bytes([*range(0x80, 0xA0), *range(0xDC, 0xE0)])
 _LONG_LISTS = (b"\xdc", b"\xdd")
 
-# What stands between: tokens whose first byte gives their length, and containers without members.
+# Everything else: tokens whose first byte gives their length, and empty containers.
 _SHORT = rb"[\x00-\x80\x90\xc0\xc2\xc3\xe0-\xff]"
 _TOKEN = _SHORT + rb"|[\xcb\xcf\xd3].{8}|[\xca\xce\xd2].{4}|[\xcd\xd1]..|"
 _TOKEN += rb"[\xcc\xd0].|\xd4..|\xd5.{3}|\xd6.{5}|\xd7.{9}|\xd8.{17}|"
 _TOKEN += b"|".join(rb"\x%02x.{%d}" % (0xA0 + nbytes, nbytes) for nbytes in range(32))
 
-# Texts, bytes and extensions: the length's own bytes, and what an extension has besides.
+# Strings, bytes and extensions: the size of the length field, and further bytes of an extension.
 _LONG_TOKENS = {
     b"\xd9": (1, 0),
     b"\xda": (2, 0),
@@ -179,7 +180,7 @@ _LONG_TOKENS = {
     b"\xc8": (2, 1),
     b"\xc9": (4, 1),
 }
-# Those that are as short as tokens are tokens, too: each long one takes a microsecond or two.
+# Short ones of these are also tokens, because each long one takes one or two microseconds.
 for _first, (_width, _further) in _LONG_TOKENS.items():
     _lengths = (
         rb"\x00" * (_width - 1) + rb"\x%02x.{%d}" % (nbytes, nbytes + _further)
@@ -187,27 +188,26 @@ for _first, (_width, _further) in _LONG_TOKENS.items():
     )
     _TOKEN += rb"|\x%02x(?:" % _first[0] + b"|".join(_lengths) + b")"
 
-# How many members a head of one byte announces, by that byte; a mapping has two for each.
+# The number of members announced by a one-byte head; a mapping has two for each entry.
 _FEW_MEMBERS = bytes(0x80) + bytes(range(0, 32, 2)) + bytes(range(16)) + bytes(0x60)
-# A container of nothing but tokens of one byte is a token as well, which reaches up to two levels
-# deep.
+# A container that holds only one-byte tokens is also a token, which may be up to two levels deep.
 _TOKEN += b"".join(
     rb"|\x%02x" % first + _SHORT + b"{%d}" % count
     for first, count in enumerate(_FEW_MEMBERS)
     if count
 )
 _LEVELS_MAX = 2
-_FLAT = re.compile(rb"[^\x80-\x9f]|\Z")  # also what stands for a long token: nothing
+_FLAT = re.compile(rb"[^\x80-\x9f]|\Z")  # also the empty placeholder of a long token
 _OF_TWO_LEVELS = re.compile(rb".+[\x80\x90]", re.DOTALL)
 
-# Heads of one byte, of which each is the first member of the one before; then another container's.
-# The limit is one of memory, of which each takes 100 bytes.
+# One-byte heads, each the first member of the one before, followed by another container's head. The
+# limit is for memory, because each takes 100 bytes.
 _HEADS = rb"(?:[\x81-\x8f\x91-\x9f](?=[\x81-\x8f\x91-\x9f\xdc-\xdf])){0,99}"
 _HEAD_OF_CONTAINER = rb"[\x81-\x8f\x91-\x9f]|[\xdc\xde]..|[\xdd\xdf].{4}"
 _MAPPINGS_FROM = 0xDE
 
-# Lists that begin with these names hold lists that are no containers of the object's; the first one
-# is itself none.
+# Lists beginning with these names contain lists that are not containers of the object. The first
+# is not a container itself.
 _HEAD = b"\xc7"
 _NUMBER_HEAD = b"\xc7\x03\x01int"
 _DESCRIPTION_HEADS = (
@@ -219,18 +219,18 @@ _DESCRIPTION_HEADS = (
 
 
 def check_nesting(meta: memoryview, max_depth: int, description_depth: int = 0) -> None:
-    """Refuse a stream whose decoding would cost far more than its bytes.
+    """Reject a stream whose decoding would cost far more than its bytes justify.
 
     Args:
-        meta: msgpack, well-formed or not: what is not is left to the decoder.
-        max_depth: how deep the object's containers may lie in each other.
-        description_depth: how much deeper the lists may lie that describe a member.
+        meta: msgpack; if it is malformed, that is left to the decoder.
+        max_depth: how deep the object's containers may be nested.
+        description_depth: how much deeper lists that describe a member may be nested.
 
     Raises:
         DecodeError: it claims more members than it has bytes, or is nested too deep.
     """
     raw = bytes(meta)
-    # Bytes of texts and numbers count as well, so this is only an upper bound, in 1 µs for 1 KiB.
+    # Bytes of strings and numbers count as well, so this is an upper bound. Takes 1 µs per KiB.
     openers = len(raw) - len(raw.translate(None, _OPENERS))
     if openers <= max_depth and not any(mark in raw for mark in _LONG_LISTS):
         return
@@ -250,24 +250,24 @@ def check_nesting(meta: memoryview, max_depth: int, description_depth: int = 0) 
 
 
 class _Open:
-    """The containers that are open, each in the one before, behind what stands for the stream.
+    """The open containers, each within the previous one; the first stands for the stream.
 
     Attributes:
-        due: the members that each still lacks, the one that is open included.
+        due: the number of members each still lacks, including the member that is open.
     """
 
     def __init__(self, max_depth: int, max_level: int) -> None:
         self._max_depth = max_depth
         self._max_level = max_level
-        self._roomy_to = max_depth + 1 - _LEVELS_MAX  # so many are open where no token is too deep
+        self._roomy_to = max_depth + 1 - _LEVELS_MAX  # with so many open, no token is too deep
         self.due = [1]
-        # Of these, and of some that are closed: how deep it lies in the object; whether it is part
-        # of a description.
+        # For these, and some that are closed: the depth within the object, and whether the
+        # container is part of a description.
         self._depths = [0]
         self._described = [False]
 
     def take(self, tokens: list[bytes]) -> None:
-        """Take members that open nothing, and close what is full with them."""
+        """Add members that open nothing, and close the containers that they fill."""
         due, count = self.due, len(tokens)
         if len(due) > self._roomy_to:
             self._check(tokens)
@@ -277,10 +277,10 @@ class _Open:
             self._close(count)
 
     def _check(self, tokens: list[bytes]) -> None:
-        """Refuse tokens that reach too deep, each in the container that it will be taken by."""
+        """Reject tokens that are too deep, each within the container that it will be added to."""
         begin = end = 0
         for level in reversed(range(len(self.due))):
-            # Without the one that is full by then.
+            # Not counting the member that is complete by then.
             begin, end = end, end + self.due[level] - (level < len(self.due) - 1)
             if begin >= len(tokens):
                 return
@@ -288,12 +288,12 @@ class _Open:
                 raise self._too_deep()
 
     def _room(self, level: int) -> int:
-        """How many levels there may be in a container."""
+        """Return how many more levels a container may have."""
         room = self._max_level - level
         return room if self._described[level] else min(self._max_depth - self._depths[level], room)
 
     def _close(self, count: int) -> None:
-        """Take so many members, and what is full with them."""
+        """Add ``count`` members, and close the containers that they fill."""
         due = self.due
         while count and due[0]:
             taken = min(count, due[-1])
@@ -304,7 +304,7 @@ class _Open:
                 due[-1] -= 1
 
     def open_all(self, heads: bytes) -> None:
-        """Open containers of so many members, each the first member of the one before."""
+        """Open containers with these numbers of members, each the first member of the previous."""
         at = len(self.due)
         if len(heads) > self._room(at - 1):
             raise self._too_deep()
@@ -315,7 +315,7 @@ class _Open:
         self._described[at:] = [is_described] * len(heads)
 
     def open(self, count: int, raw: bytes, begin: int) -> None:
-        """Open a container of so many members, of which the first begins there."""
+        """Open a container with ``count`` members; the first one begins at ``begin``."""
         at = len(self.due)
         is_described = self._described[at - 1]
         depth = self._depths[at - 1] + (not is_described)
@@ -339,17 +339,17 @@ class _Open:
 
 
 def _levels(token: bytes) -> int:
-    """How many containers lie within each other in a token."""
+    """Return how many containers are nested in a token."""
     return 0 if _FLAT.match(token) else 1 + bool(_OF_TWO_LEVELS.match(token))
 
 
 class _Patterns(NamedTuple):
     token: re.Pattern[bytes]
-    run: re.Pattern[bytes]  # as many tokens as there are
-    step: re.Pattern[bytes]  # and a container's head behind them
+    run: re.Pattern[bytes]  # as many tokens as possible
+    step: re.Pattern[bytes]  # and the head of a container after them
 
 
-@functools.cache  # compiled by the first stream that needs them, which takes 7 ms
+@functools.cache  # compiled on first use, which takes 7 ms
 def _patterns() -> _Patterns:
     run = b"(?:" + _TOKEN + b")*+"
     step = b"(" + run + b")(" + _HEADS + b")(" + _HEAD_OF_CONTAINER + b")"
@@ -357,11 +357,11 @@ def _patterns() -> _Patterns:
 
 
 def _containers(raw: bytes) -> Iterator[tuple[list[bytes], bytes, int, int]]:
-    """Lists and mappings, one at a time.
+    """Yield the lists and mappings of a stream, one at a time.
 
     Yields:
-        The tokens before it; of containers that it is the first member of the first member of, how
-        many members they have; its own members; where they begin. At the end -1 members.
+        The tokens before it; the member counts of enclosing containers that open directly before
+        it; its own member count; and where its members begin. At the end, a count of -1.
     """
     token, run, step = _patterns()
     at = 0
@@ -384,7 +384,7 @@ def _containers(raw: bytes) -> Iterator[tuple[list[bytes], bytes, int, int]]:
             at = rest.end()
         if raw[at : at + 1] not in _LONG_TOKENS:
             yield tokens, b"", -1, at
-            return  # at its end, cut off, or the byte that means nothing
+            return  # at the end, truncated, or at an invalid byte
         while (known := _LONG_TOKENS.get(raw[at : at + 1])) is not None:
             width, further = known
             at += 1 + width + further + int.from_bytes(raw[at + 1 : at + 1 + width], "big")

@@ -2,7 +2,7 @@
 
 Uses protocol 5, with the memory of tensors, arrays and large ``bytes`` out of band. A class or
 function is sent by reference if the receiver can import it, and otherwise by value, with
-cloudpickle. This is decided for each member, so ``isinstance`` works for the others.
+cloudpickle. This is decided for each member, so ``isinstance`` still works for the others.
 
 Decoding runs code that the sender chose, unless ``allow=`` lists what a pickle may name. Read
 ``docs/guide/security.md`` before using it between processes that do not trust each other.

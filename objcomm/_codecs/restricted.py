@@ -1,12 +1,12 @@
-"""Unpickling that admits listed classes and functions only, for pickles of a stranger.
+"""Unpickling that admits only listed classes and functions, for pickles from untrusted senders.
 
-An unpickler of Python's with its tables replaced: what a stream may name is looked up, never
-imported; only what was looked up may be called; and state may be given only to instances of an
-admitted class, so that no class, function or enum member of this process can be changed. What is
-used again and again costs a stream two bytes each time, so that work is counted. It is Python's
-slow unpickler, because the fast one can't be held to this.
+This is Python's unpickler with its tables replaced. What a stream names is looked up, never
+imported. Only what was looked up can be called. State can be set only on instances of an admitted
+class, so no class, function or enum member of this process can be modified. A stream can reuse an
+object for two bytes each time, so the work that this causes is counted. It is Python's slow
+unpickler, because the fast one cannot be restricted this way.
 
-What an admitted class does with arguments or a state that a stranger chose is its own affair.
+An admitted class is responsible for what it does with arguments or state that a sender chose.
 """
 
 import collections
@@ -32,8 +32,8 @@ from objcomm.errors import DecodeError, ForbiddenTypeError, name_of
 
 _NAME = "pickle"
 
-# All that this package's pickler writes. Left out: persistent ids, the extension registry, whose
-# cache would be asked before ``find_class``, and every opcode of protocols 0 and 1.
+# All opcodes that this package's pickler writes. Omitted are persistent ids, the extension
+# registry, whose cache is consulted before ``find_class``, and all opcodes of protocols 0 and 1.
 _PLAIN_OPCODES = [
     "PROTO",
     "FRAME",
@@ -70,18 +70,19 @@ _PLAIN_OPCODES = [
 def loads(
     meta: memoryview, buffers: Sequence[Any], allow: Mapping[str, Any], max_depth: int
 ) -> Any:
-    """Unpickle what names nothing but builtin types, tensors, arrays and ``allow``.
+    """Unpickle a stream that names only builtin types, tensors, arrays and ``allow``.
 
     Args:
         meta: the stream.
         buffers: its large members.
-        allow: what it may name besides, by ``module.qualname``.
-        max_depth: how deep containers may lie in each other.
+        allow: what else it may name, by ``module.qualname``.
+        max_depth: how deep containers may be nested.
 
     Raises:
-        ForbiddenTypeError: it names something else, or would change what is not its own.
-        DecodeError: it is nested too deep. Whatever else it raises is an error of the stream, or
-            of an admitted class.
+        ForbiddenTypeError: it names anything else, or would modify an object that it did not
+            create.
+        DecodeError: it is nested too deep. Any other exception is an error in the stream or in an
+            admitted class.
     """
     unpickler = _Unpickler(meta, buffers, allow, max_depth)
     found = unpickler.load()
@@ -89,12 +90,12 @@ def loads(
     return found
 
 
-_PythonUnpickler: Any = pickle._Unpickler  # noqa: SLF001  # see the module
+_PythonUnpickler: Any = pickle._Unpickler  # noqa: SLF001  # see the module docstring
 
 _STEPS_MAX = 1 << 62
 _BITS_PER_STEP = 1 << 10
 _WALKED_MAX = 1_000
-_STEPS_PER_FIELD = 20  # of a dtype
+_STEPS_PER_FIELD = 20  # fields of a dtype
 
 
 class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no types
@@ -112,26 +113,26 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         self._tools = {id(each) for each in (*_TOOLS.values(), *_CALLED.values())}
         self._budget = Budget(_NAME, meta, buffers)
         self._max_depth = max_depth
-        # Of each container: how deep it reaches, and how many members one meets who walks through
-        # it, where one that is a member twice counts twice.
+        # For each container: its depth, and the number of members met when walking through it,
+        # counting a member once for each time it occurs.
         self._extents: dict[int, tuple[int, int]] = {}
-        self._alive: list[Any] = []  # so that no id in ``_extents`` comes to stand for another
-        self._held: set[int] = set()  # what is a member of something, and may still grow
+        self._alive: list[Any] = []  # keeps ids in ``_extents`` from being reused
+        self._held: set[int] = set()  # members of other objects that may still grow
         self._has_grown_late = False
         self._spreads: dict[int, Spread] = {}
-        self._fetched: dict[tuple[int, int], int] = {}  # by the place on the stack, what
+        self._fetched: dict[tuple[int, int], int] = {}  # ids of memoized objects, by stack position
 
     def check_depth(self, found: Any) -> None:
-        """Look again how deep ``found`` is, if anything grew that was in something else already.
+        """Check the depth of ``found`` again if anything grew after it became a member.
 
-        As what is in a circle does, such as a child that knows its parent.
+        That happens in cycles, such as a child that refers to its parent.
 
         Raises:
-            DecodeError: it is too deep.
+            DecodeError: it is nested too deep.
         """
         if not self._has_grown_late:
             return
-        depths: dict[int, int] = {}  # of what was looked through, by how deep it reaches
+        depths: dict[int, int] = {}  # depths of objects already checked, by id
         path: list[tuple[Any, Iterator[Any], int]] = [(found, _members_of(found), 0)]
         under_way = {id(found)}
         while path:
@@ -139,7 +140,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
                 raise self._too_deep()
             each, members, depth = path.pop()
             for member in members:
-                if id(member) in under_way:  # a circle
+                if id(member) in under_way:  # a cycle
                     continue
                 known = depths.get(id(member))
                 if known is None:
@@ -162,7 +163,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         )
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a stream names; a dotted name leads nowhere but to an entry of that name."""
+        """Return what a stream names; a dotted name must be listed as a whole."""
         found = self._admitted.get(f"{module}.{name}")
         if found is None:
             raise ForbiddenTypeError(
@@ -171,7 +172,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         return found
 
     def _nest(self, made: Any, *parts: Any) -> Any:
-        """Note how far ``made`` reaches, so that nothing recursive meets a deeper one."""
+        """Record the depth of ``made``, so that recursive code never meets anything deeper."""
         extents = self._extents
         depth, steps = 0, 0
         for part in parts:
@@ -194,16 +195,16 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         return made
 
     def _steps(self, given: Any) -> int:
-        """How much there is to walk through."""
+        """Return the number of steps to walk through an object."""
         known = self._extents.get(id(given))
         if known is not None:
             return known[1]
-        if type(given) is int:  # its hash is computed each time
+        if type(given) is int:  # its hash is computed each time it is used
             return 1 + given.bit_length() // _BITS_PER_STEP
         return len(given) if type(given) in {str, bytes, bytearray} else 1
 
     def _weight(self, member: Any) -> int:
-        """How many steps it takes to compare a member of a set; one that doubles is not walked."""
+        """Return the steps to compare a member of a set; one with many steps is not walked."""
         steps = self._steps(member)
         return steps if steps > _WALKED_MAX else weight_of(member) + steps
 
@@ -211,8 +212,8 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         if type(arguments) is not tuple:
             raise DecodeError(_NAME, "the arguments of a call are not a tuple")
         parts = (*arguments, *options.values())
-        # What a class of the program's does with its arguments is its own affair, but many walk
-        # through them, and a range of 20 bytes may have any length.
+        # An admitted class is responsible for its arguments, but many walk through them, and a
+        # range of 20 bytes may have any length.
         steps = len(parts) + sum(length_of(each) for each in parts if type(each) is range)
         if id(function) in self._tools:
             weight = _STEPS_PER_FIELD if function is array_dtypes.array_dtype_named else 1
@@ -222,11 +223,11 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         self.append(self._nest(function(*arguments, **options), *parts))
 
     def _look_up(self, cls: enum.EnumMeta, arguments: Any) -> None:
-        """The member of an enum's class that has a value."""
+        """Push the member of an enum class that has the given value."""
         if type(arguments) is not tuple or len(arguments) != 1:
             raise DecodeError(_NAME, f"a {cls.__name__} is not built from one value")
         self._budget.spend(1 + self._steps(arguments[0]))
-        if not self._is_value(arguments[0]):  # an error would show it, and that may be gigabytes
+        if not self._is_value(arguments[0]):  # an error would show it, up to gigabytes
             kind = name_of(type(arguments[0]))
             raise DecodeError(_NAME, f"the value of a {cls.__name__} is a {kind}, which is refused")
         self.append(self._nest(member_of(cls, arguments[0]), arguments[0]))
@@ -240,19 +241,19 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
 
     def _make(self, cls: Any, arguments: Any, options: Mapping[str, Any]) -> None:
         is_own = isinstance(cls, type) and cls in self._classes and cls not in _CALLED
-        if not is_own or isinstance(cls, enum.EnumMeta):  # whose members are looked up
+        if not is_own or isinstance(cls, enum.EnumMeta):  # enum members are looked up
             raise ForbiddenTypeError(_NAME, f"a {type(cls).__name__} is constructed like a class")
         self._called(lambda *given, **named: cls.__new__(cls, *given, **named), arguments, options)
 
     def _target(self, *usual: type) -> Any:
-        """What the stream adds members to: of a ``usual`` type, or of a class of the program's.
+        """Return the object that members are added to: of a ``usual`` type, or an admitted class.
 
-        An array, for instance, takes members from whatever names an address in memory.
+        An array, for example, would read members from any object that gives a memory address.
         """
         target = self.stack[-1]
         self._check_may_grow(target, *usual)
         if self._fetched.get((len(self.metastack), len(self.stack))) == id(target):
-            # What holds it would become deeper, and nobody would notice.
+            # Its container would become deeper without being checked.
             raise DecodeError(
                 _NAME, "members are added to an object that already belongs to another one"
             )
@@ -266,7 +267,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
             raise ForbiddenTypeError(_NAME, f"members are added to a {name_of(kind)}")
 
     def _get(self, position: int) -> None:
-        """Fetch what the stream has made before; what is being made never is in that place."""
+        """Push a memoized object; an object under construction is never at that position."""
         self.append(self.memo[position])
         self._fetched[len(self.metastack), len(self.stack)] = id(self.stack[-1])
 
@@ -277,8 +278,8 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         self._get(int.from_bytes(self.read(4), "little"))
 
     def _hashed(self, target: Any, members: Sequence[Any]) -> None:
-        """Count what it takes to make ``members`` keys of ``target``, or members of a set."""
-        # A tuple's hash is that of all it holds, found out each time.
+        """Count the steps to use ``members`` as keys of ``target``, or as members of a set."""
+        # The hash of a tuple is computed from all of its members each time.
         self._budget.spend(sum(map(self._steps, members)))
         spread = self._spreads.get(id(target))
         if spread is None:
@@ -344,7 +345,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         arguments, function = self.stack.pop(), self.stack.pop()
         if id(function) not in self._callable:
             raise ForbiddenTypeError(_NAME, f"a {type(function).__name__} is called")
-        if function is _set_state:  # in the place of BUILD, where a class has a ``__getattr__``
+        if function is _set_state:  # instead of BUILD, for a class with a ``__getattr__``
             if type(arguments) is not tuple or len(arguments) != 2:  # noqa: PLR2004  # see there
                 raise DecodeError(_NAME, "a state is applied to something that is not an object")
             self._build(*arguments)
@@ -410,7 +411,7 @@ _GROWING = frozenset({list, dict, set, collections.OrderedDict})
 
 
 def _members_of(each: Any) -> Iterator[Any]:
-    """What one meets who walks through ``each``."""
+    """Yield the members met when walking through ``each``."""
     kind = type(each)
     if kind in _SCALARS:
         return
@@ -429,7 +430,7 @@ def _members_of(each: Any) -> Iterator[Any]:
 
 
 def _check_memory(flat: Any) -> None:
-    # Another tensor might be expanded, and take gigabytes where it is moved.
+    # Another tensor might be expanded, and take gigabytes when it is moved to a device.
     if not (tensors.is_plain_tensor(flat) and flat.dtype is torch.uint8 and flat.dim() == 1):
         raise DecodeError(
             _NAME, f"a {name_of(type(flat))} is not the memory of a tensor or an array"
@@ -488,7 +489,7 @@ def _complete_with_state(error: Any, rest: Any) -> Any:
 
 
 def _sizes(sizes: Any) -> Any:
-    if type(sizes) is not tuple:  # a range would be walked to its end
+    if type(sizes) is not tuple:  # torch.Size would iterate over a range
         raise DecodeError(_NAME, "a torch.Size is not built from a tuple")
     return CONSTRUCTORS["torch.Size"](*sizes)
 
@@ -502,10 +503,10 @@ def _same(buffer: Any) -> Any:
 
 
 def _set_state(obj: Any, state: Any) -> None:
-    """Stands for what ``load_reduce`` does, for whose state may be set is said by ``allow=``."""
+    """Mark a call that ``load_reduce`` handles: ``allow=`` decides whose state may be set."""
 
 
-#: What every stream may name, by the name it has there.
+#: What every stream may name, by the name used there.
 _TOOLS: dict[str, Any] = {
     **{f"builtins.{each.__name__}": each for each in (complex, range, slice)},
     "builtins.Ellipsis": ...,
@@ -529,7 +530,7 @@ _TOOLS: dict[str, Any] = {
     "numpy.core.multiarray.scalar": _scalar,
 }
 
-#: What is called in the place of a class that every stream may name.
+#: What is called instead of a class that every stream may name.
 _CALLED: dict[type, Callable[..., Any]] = {
     complex: CONSTRUCTORS["complex"],
     range: CONSTRUCTORS["range"],
@@ -541,7 +542,7 @@ _CALLED: dict[type, Callable[..., Any]] = {
 
 
 class _Opcodes(dict[int, Callable[[Any], None]]):
-    """By their bytes; any other one is refused by its name."""
+    """Handlers by opcode; an opcode without one is rejected by name."""
 
     def __missing__(self, opcode: int) -> Callable[[Any], None]:
         raise ForbiddenTypeError(

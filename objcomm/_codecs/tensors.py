@@ -279,7 +279,7 @@ def check_shape(what: str, shape: Any) -> None:
     if type(shape) is not tuple or len(shape) > DIMENSIONS_MAX:
         raise DecodeError(what, f"its shape is not a tuple of at most {DIMENSIONS_MAX} sizes")
     if not _INTEGERS.issuperset(map(type, shape)) or min(shape, default=0) < 0:
-        raise DecodeError(what, "its shape has sizes that make no sense")
+        raise DecodeError(what, "its shape has impossible sizes")
     # Ignores sizes of 0, because some code multiplies before it checks them.
     if max(shape, default=0) > _NUMEL_MAX or math.prod(filter(None, shape)) > _NUMEL_MAX:
         raise DecodeError(what, "its shape has more elements than possible")
@@ -366,8 +366,8 @@ def resize_locks(owner: Any) -> list[Any]:
     """Return objects that keep numpy from moving an array's memory, or that of the array it views.
 
     ``ndarray.resize(refcheck=False)`` frees memory even if others use it, also through the buffer
-    protocol. If that memory is being sent, the process crashes. But it rejects an array that has a
-    weak reference.
+    protocol. If that memory is being sent, the process crashes. However, it rejects an array that
+    has a weak reference.
 
     Args:
         owner: any object; only arrays have such locks.
@@ -416,6 +416,6 @@ def rebuild_scalar(dtype: "np.dtype[Any]", raw: Any) -> Any:
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
     if type(raw) is not bytes or dtype.itemsize != len(raw):
-        raise DecodeError("array", f"what arrived is no {dtype} scalar")
+        raise DecodeError("array", f"the received value is not a {dtype} scalar")
     # Items of an empty string have no bytes, which frombuffer rejects.
     return np.frombuffer(raw, dtype)[0] if dtype.itemsize else np.zeros((), dtype)[()]

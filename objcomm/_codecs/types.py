@@ -304,7 +304,9 @@ def raise_exception(name: Any, args: Any, notes: Any, text: Any) -> BaseExceptio
         raise ForbiddenTypeError(_NAME, f"{name!r} is not a built-in exception ({text})")
     is_plain = type(args) is tuple and type(notes) is list
     if not is_plain or not all(type(note) is str for note in notes):  # a range could be huge
-        raise DecodeError(_NAME, "an exception's arguments are no tuple, or its notes no texts")
+        raise DecodeError(
+            _NAME, "an exception's arguments are not a tuple, or its notes are not strings"
+        )
     check_arguments(cls, args)
     error: BaseException = cls(*args)
     for note in notes:

@@ -114,7 +114,6 @@ def split(
             this rank out of all new groups.
         key: an int that orders the ranks; ranks with equal keys keep their order in ``group``.
             None is 0.
-            None is 0.
         name: name of this call; see ``objcomm.broadcast``.
         group: the group to split: process group or one-dimensional device mesh; None means the
             world.

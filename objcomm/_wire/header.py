@@ -294,7 +294,7 @@ def shown(name: str, nbytes: int = _NAME_MAX_NBYTES) -> str:
 # A program makes calls from few lines, so most headers repeat these fields: saves 0.5 µs a header.
 @functools.lru_cache(maxsize=256)
 def _packed_names(codec: str, call_site: str, name: str) -> tuple[bytes, bytes]:
-    """Return a codec's name; and the end of a call's line, a zero byte and the start of its name."""
+    """Return a codec's name, and a call's line (its end), a zero byte and its name (its start)."""
     line, named = call_site.encode("utf-8", "replace"), b""
     if name:
         room = max(_NAME_MIN_NBYTES, _PLACE_NBYTES - 1 - len(line))

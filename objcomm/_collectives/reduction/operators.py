@@ -513,7 +513,7 @@ def operand_dtype(op: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def result_dtype(op: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a result: the operand's, but float64 for the mean of integers."""
+    """Return the dtype of a result: as ``operand_dtype``, but float64 for the mean of integers."""
     if op == "mean" and not _has_fractions(dtype):
         return torch.float64
     return operand_dtype(op, dtype)

@@ -122,13 +122,13 @@ def reduce(
             dicts, lists, tuples, named tuples and dataclasses, nested to any depth. Integers
             remain integers of any size, but the mean of integers is a float. Tensors and arrays
             keep their dtype, shape and device, but the mean of integer ones is float64. ``min``
-            and ``max`` propagate NaN. ``any`` and ``all`` take the truth value of every leaf. For
-            the others, strings, bytes, None, enum members, dtypes and devices in containers must
-            be equal on all ranks and are returned as they are. The remaining names take whole
-            objects: ``argmin`` and ``argmax`` return a tuple ``(value, rank)``, with the lowest
-            group rank if operands tie; ``concat`` joins lists, tuples, strings, bytes, tensors and
-            arrays; ``union`` merges sets, or dicts in which no key has two values; ``counter``
-            counts the members of iterables.
+            and ``max`` propagate NaN. ``any`` and ``all`` combine the truth values of all leaves,
+            and return bools. For the others, strings, bytes, None, enum members, dtypes and
+            devices in containers must be equal on all ranks and are returned as they are. The
+            remaining names take whole objects: ``argmin`` and ``argmax`` return a tuple
+            ``(value, rank)``, with the lowest group rank if operands tie; ``concat`` joins lists,
+            tuples, strings, bytes, tensors and arrays; ``union`` merges sets, or dicts in which no
+            key has two values; ``counter`` counts the members of iterables.
         dst: global rank that gets the result.
         group_dst: the destination as a rank within the group, instead of ``dst``. With neither,
             the group's first rank is the destination.
