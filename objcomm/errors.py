@@ -1,29 +1,29 @@
 """Every error that objcomm raises on purpose.
 
-Knows nothing of the other modules. The tree::
+This module does not depend on any other module of objcomm. The hierarchy::
 
     ObjcommError
-    ├─ UsageError (ValueError)               arguments that must agree; before traffic
-    │  └─ NotInGroupError                    this rank is no member of the group
-    ├─ MissingDependencyError (ImportError)  names what to install
+    ├─ UsageError (ValueError)               the call is wrong; raised before any traffic
+    │  └─ NotInGroupError                    this rank is not a member of the group
+    ├─ MissingDependencyError (ImportError)  an optional package is not installed
     ├─ CodecError
     │  ├─ EncodeError                        a codec refused an object; nothing was sent
     │  └─ DecodeError                        received bytes did not become an object
-    │     └─ ForbiddenTypeError              a class or function that is not admitted
-    ├─ WireError                             bytes break the layout
-    │  ├─ AuthenticationError                a message's origin is not proved
+    │     └─ ForbiddenTypeError              a class or function that is not allowed
+    ├─ WireError                             received bytes are not a valid message
+    │  ├─ AuthenticationError                a message has a bad signature
     │  └─ DesyncError                        ranks are in different operations
-    ├─ TransportError (RuntimeError)         a peer died, a connection closed
-    │  ├─ TransportTimeout (TimeoutError)    names who did not arrive
+    ├─ TransportError (RuntimeError)         a peer died, or a connection closed
+    │  ├─ TransportTimeout (TimeoutError)    some ranks did not arrive in time
     │  └─ BrokenGroupError                   an earlier error ended this group
-    ├─ StartError (RuntimeError)             ranks could not meet when the program began
-    ├─ LaunchError (RuntimeError)            ranks that ``launch`` started failed: ``.failures``
-    └─ CollectiveError                       one rank or more failed: ``.failures``
+    ├─ StartError (RuntimeError)             the ranks could not connect in ``init``
+    ├─ LaunchError (RuntimeError)            ranks started by ``launch`` failed: ``.failures``
+    └─ CollectiveError                       at least one rank failed: ``.failures``
 
-Each keeps its facts as attributes and survives pickling, because ``args`` holds exactly what
-``__init__`` takes. Its text stays short however many ranks it is of: what is the same of several is
-told once. Ranks in errors are ranks within the group. Where objcomm stands in for another
-library, ``caught_as`` makes an error of the tree one that the other library raised there as well.
+Errors keep their facts as attributes and can be pickled, because ``args`` holds exactly the
+arguments of ``__init__``. Their text stays short for any number of ranks: what several ranks have
+in common is shown once. Ranks in errors are group ranks. Where objcomm replaces another library,
+``caught_as`` turns an error into one that is also an instance of the type that library raised.
 """
 
 import functools
@@ -36,37 +36,37 @@ E = TypeVar("E", bound="ObjcommError")
 
 _PAIR = 2
 
-# Of so many ranks each is told by itself where it is, as a reader of a small job expects it, and of
-# so many different tracebacks each is shown.
+# Up to this many ranks are listed one by one, as users of a small job expect. Also the maximum
+# number of different tracebacks shown.
 _FEW = 4
-# Of many ranks so many places, and so many failures that differ.
+# The maximum number of different positions, and of different failures, that are shown.
 _MOST_LINES = 8
 _MOST_RANGES = 16
-# How the other rank of a message is named; in calls of all ranks there is a root.
+# How to refer to the other rank of a message; collectives have a root instead.
 _PEER = {
     **dict.fromkeys(("send", "isend", "ssend", "issend"), "to rank"),
     **dict.fromkeys(("recv", "irecv", "probe", "mprobe"), "from rank"),
 }
-# Why a rank may not answer though its process is there.
+# Why a rank may not answer although its process exists.
 _SILENT = "stopped, out of reach, or in C code that holds Python's lock"
-# As much as one rank tells of a failure; several that differ share it.
+# The maximum length of a failure's text; different failures share it.
 _LETTERS_OF_FAILURES = 8000
 _LETTERS_OF_A_LINE = 1000
 
-# What a process calls the program that it runs; the second one, if multiprocessing started it.
+# The module names of the running program; the second one is used in multiprocessing's children.
 _PROGRAMS = ("__main__", "__mp_main__")
 
-# Of what was received, so much stands in an error.
+# The maximum length of received text that is shown in an error.
 _SHOWN_LETTERS = 100
 _SHOWN_MAX = 1 << 64
 
 
 class ObjcommError(Exception):
-    """The root: ``except objcomm.ObjcommError`` catches all that objcomm raises itself.
+    """Base class of objcomm's errors.
 
     Attributes:
-        recent: this rank's last calls on the group, oldest first; empty where none was made.
-        recorded: the file with this rank's last calls on all groups; empty where none was written.
+        recent: this rank's latest calls on the group, oldest first; empty if there were none.
+        recorded: the file with this rank's latest calls on all groups; empty if none was written.
     """
 
     recent: tuple["Position", ...] = ()
@@ -74,19 +74,19 @@ class ObjcommError(Exception):
 
 
 class UsageError(ObjcommError, ValueError):
-    """The call cannot be right on any rank; raised before any traffic."""
+    """The call or its arguments are wrong; raised before any traffic."""
 
 
 class NotInGroupError(UsageError):
-    """This rank called an operation on a group that it is no member of."""
+    """This rank called an operation on a group of which it is not a member."""
 
 
 class MissingDependencyError(ObjcommError, ImportError):
-    """An optional package is needed here.
+    """An optional package is required but not installed.
 
     Attributes:
-        package: the name to import.
-        wanted: what pip is to install: that package and others that are needed here and missing.
+        package: the name under which it is imported.
+        wanted: what to install with pip: that package, and others that are required and missing.
     """
 
     def __init__(self, package: str, wanted: str) -> None:
@@ -99,17 +99,17 @@ class MissingDependencyError(ObjcommError, ImportError):
 
 
 class CodecError(ObjcommError):
-    """An object could not be turned into bytes, or bytes into an object."""
+    """An object could not be encoded into bytes, or bytes could not be decoded into an object."""
 
 
 class EncodeError(CodecError):
-    """A codec refused an object; nothing of it was sent.
+    """A codec refused an object; no part of the object was sent.
 
     Attributes:
-        codec: the codec's name.
+        codec: the name of the codec.
         type_name: the type of the member that was refused.
-        path: where it sits, for example ``obj['model'].head``.
-        reason: what the codec said.
+        path: the path of that member, for example ``obj['model'].head``.
+        reason: the reason given by the codec.
     """
 
     def __init__(self, codec: str, type_name: str, path: str, reason: str) -> None:
@@ -126,18 +126,18 @@ class EncodeError(CodecError):
 
 
 class DecodeError(CodecError):
-    """Received bytes could not be turned back into an object.
+    """Received bytes could not be decoded into an object.
 
     Attributes:
-        codec: the codec's name.
+        codec: the name of the codec.
         reason: what went wrong.
-        lacking: what this process does not have, as ``module`` or ``module:name``; empty where
-            that is not what went wrong.
-        path: the member that could not be rebuilt, for example ``obj['model'].head``; empty where
-            that is not known.
-        made_by: the name of the class, or of the function, that was to rebuild it; likewise.
-        origin: which rank gave the object, to which operation, and at which line of its program;
-            None where no rank sent it, as in ``from_tensor``.
+        lacking: what is missing in this process, as ``module`` or ``module:name``; empty if nothing
+            is missing.
+        path: the member that could not be rebuilt, for example ``obj['model'].head``; empty if
+            unknown.
+        made_by: the name of the class or function that should have rebuilt it; empty if unknown.
+        origin: the rank that sent the object, its operation, and the line of its program; None if
+            no rank sent it, as in ``from_tensor``.
     """
 
     origin: "Position | None" = None
@@ -165,7 +165,7 @@ class DecodeError(CodecError):
 
 
 def _cure_of(lacking: str, sender: str) -> str:
-    """What makes a module, or a name in it, known to this process as it is to the sender."""
+    """Return advice on how to make a missing module or name available in this process."""
     module, _, name = lacking.partition(":")
     if not lacking:
         return ""
@@ -186,49 +186,50 @@ def _cure_of(lacking: str, sender: str) -> str:
 
 
 def sent_at(error: "DecodeError", origin: "Position") -> "DecodeError":
-    """The error, which now says whose object it is of; what names a rank already stays."""
+    """Add the origin of the object to an error, unless it already has one; return the error."""
     if error.origin is None:
         error.origin = origin
     return error
 
 
 def not_accepted(codec: str, accepted: Collection[str]) -> DecodeError:
-    """The error of a message whose codec its receiver does not accept."""
+    """Return the error for a message with a codec that its receiver does not accept."""
     names = ", ".join(sorted(accepted)) or "no codec"
     cure = "give both ranks the same codec=, or name this one in accept= here"
     return DecodeError(codec, f"this rank accepts only {names}; {cure}")
 
 
 class ForbiddenTypeError(DecodeError):
-    """The sender used what this process did not admit; none of its code ran."""
+    """The message needs a class or function that is not allowed here; none of its code ran."""
 
 
 class WireError(ObjcommError):
-    """Received bytes are no message of objcomm's, or a damaged one."""
+    """Received bytes are not a message of objcomm, or a damaged one."""
 
 
 class AuthenticationError(WireError):
-    """A message is not signed with this rank's key, or is an old one; nothing of it was decoded."""
+    """A message has a bad signature, or is a replay; no part of it was decoded."""
 
 
 class Position(NamedTuple):
     """Where one rank is in its program.
 
     Attributes:
-        rank: rank within the group.
-        operation: name of the collective.
-        sequence: how many operations the rank started on this lane before.
-        root: group rank of source or destination, -1 where there is none.
+        rank: the group rank.
+        operation: the name of the operation; empty if the rank has made no call.
+        sequence: the number of operations that the rank started on this lane before.
+        root: group rank of source or destination; -1 if there is none.
         call_site: the user's ``file:line``.
-        seconds: how long ago the call began, or ended if it is over; 0 where nobody measured it.
-        is_over: whether the rank has left that call, its last one.
-        group: the group's name, where it is not the one whose error this is.
-        name: of the call, as far as it is shown.
-        line: where the rank is in its program meanwhile, as ``file:line in function``, if it is
-            computing; empty where it waits in the call, or where nobody asked.
-        line_seconds: since when the rank was found there each time it was asked.
-        unmatched: what has come to a receive that it does not match, in words.
-        fingerprint: of what must agree besides, such as a named operator; 0 where nothing must.
+        seconds: how long ago the call began, or ended if it is over; 0 if not measured.
+        is_over: whether the rank has returned from that call, its last one.
+        group: the name of the group, if it is not the group of the error.
+        name: the start of the call's name.
+        line: where the rank is in its program, as ``file:line in function``, if it is computing;
+            empty if it waits in the call, or if that is unknown.
+        line_seconds: for how long all consecutive snapshots have found the rank there.
+        unmatched: description of messages that a receive does not match.
+        fingerprint: hash of further properties that must agree, such as a named operator; 0 if
+            there are none.
         lane: the name of the ``objcomm.lane`` on which the call was made.
     """
 
@@ -252,7 +253,7 @@ class Position(NamedTuple):
 
     @property
     def call(self) -> str:
-        """The call in words, with its number and its line."""
+        """Description of the call, with its number and its line."""
         root = "" if self.root < 0 else f" {_PEER.get(self.operation, 'with root')} {self.root}"
         group = f" of group {self.group!r}" if self.group else ""
         lane = f" on lane {self.lane!r}" if self.lane else ""
@@ -261,11 +262,11 @@ class Position(NamedTuple):
         return f"{self.operation}{name} (call {self.sequence}){root}{group}{lane}{where}"
 
     def _with_others(self, others: "Collection[Position]", *, is_past: bool = False) -> str:
-        """The text for this rank and others that are at the same place.
+        """Return the text for this rank and others at the same position.
 
         Args:
-            others: their positions; only ranks and seconds differ from this one's.
-            is_past: whether the text says what they called: they may have left that since.
+            others: their positions, which differ from this one only in ranks and seconds.
+            is_past: whether to describe what the ranks called; they may have returned since.
         """
         together = (self, *others)
         listed = ranks_text([each.rank for each in together])
@@ -290,7 +291,7 @@ class Position(NamedTuple):
 
 
 def _seconds_text(seconds: Sequence[float]) -> str:
-    """How long something has taken on each of some ranks; empty where nobody measured it."""
+    """Return a range of durations as text; empty if none was measured."""
     if not any(seconds):
         return ""
     texts = dict.fromkeys(f"{each:.1f}" for each in (min(seconds), max(seconds)))
@@ -305,14 +306,14 @@ def whereabouts(
     *,
     is_past: bool = False,
 ) -> list[str]:
-    """Where ranks are, in their order: many that are at the same place are listed together.
+    """Describe where ranks are, in rank order; ranks at the same position are grouped.
 
     Args:
-        positions: of those that could be asked.
+        positions: the positions of ranks that answered.
         silent: ranks that did not answer.
-        foremost: ranks whose places come first, if there are too many places to list all.
-        silent_seconds: for how long they have not answered.
-        is_past: whether to say what they called, and first what the fewest did.
+        foremost: ranks to list first, if there are too many positions to list all.
+        silent_seconds: for how long ``silent`` ranks have not answered.
+        is_past: whether to describe what the ranks called, starting with what the fewest called.
     """
     known = sorted(positions)
     is_few = len(known) + len(silent) <= _FEW and not is_past
@@ -338,29 +339,29 @@ def whereabouts(
     return texts + [f"{ranks_text(rest)}: elsewhere"] * bool(rest)
 
 
-#: Why a DesyncError is raised for two calls that differ in nothing else.
+#: Reason of a DesyncError for two calls that differ only in their lines.
 OTHER_LINES = "other lines"
 
-#: Why one is raised for two calls that differ in nothing that is shown.
+#: Reason for two calls that differ only in properties that are not shown.
 OTHER_OPTIONS = "other op=, confirm=, check= or function"
 
-#: Why one is raised for ranks that wait for each other in calls that can't meet.
+#: Reason for a deadlock: ranks that wait for each other in calls that do not match.
 CIRCLE = "each waits for another"
 
-#: Why one is raised for ranks that wait for each other's messages, or for those to be received.
+#: Reason for a deadlock of ranks that all wait for a message, or for one to be received.
 NO_MATCH = "each waits for another to send or receive"
 
 
 class DesyncError(WireError):
-    """Ranks are in different operations; raised once by every rank, and the group works on.
+    """Ranks are in different operations, or wait for each other.
 
-    A rank that had nothing to wait for in its call has returned from it, and raises this in its
-    next one.
+    Every rank raises this error once, and the group keeps working. A rank whose call did not have
+    to wait has already returned from it, and raises the error in its next call.
 
     Attributes:
         reason: what differs.
-        positions: what each rank called, by rank, as far as it could be asked; where ranks wait
-            for each other, the calls in which they do.
+        positions: by rank, the calls of the ranks that answered; for a deadlock, the calls in which
+            ranks wait for each other.
     """
 
     def __init__(self, reason: str, positions: Iterable[Position]) -> None:
@@ -385,9 +386,9 @@ class TransportError(ObjcommError, RuntimeError):
     """A peer is gone: it died, exited, or left this operation after an error of its own.
 
     Attributes:
-        operation: the collective this rank was in.
+        operation: the operation that this rank was in.
         peers: group ranks of the peers that are gone.
-        reason: what is known of it.
+        reason: what is known about the cause.
     """
 
     def __init__(self, operation: str, peers: tuple[int, ...], reason: str) -> None:
@@ -401,18 +402,19 @@ class TransportError(ObjcommError, RuntimeError):
 
 
 class TransportTimeout(TransportError, TimeoutError):
-    """The time limit passed before every rank had taken part.
+    """The timeout expired before every rank had joined the operation.
 
     Attributes:
-        missing: group ranks that had not arrived, as far as this rank could tell.
-        seconds: the limit that passed first, on whichever rank.
-        positions: where the ranks that could be asked are, by rank.
+        missing: group ranks that had not arrived, as far as this rank knows.
+        seconds: the timeout that expired first, on any rank.
+        positions: by rank, the positions of the ranks that answered.
         silent: group ranks that did not answer: stopped, dead or unreachable.
-        is_store_silent: whether the process group's store did not answer, so nobody was asked.
-        silent_seconds: for how long the silent ranks have not answered; 0 where nobody measured it.
+        is_store_silent: whether the process group's store did not answer, so no rank could be
+            asked.
+        silent_seconds: for how long the silent ranks have not answered; 0 if not measured.
     """
 
-    def __init__(  # noqa: PLR0917  # what is known of all ranks, as args holds it
+    def __init__(  # noqa: PLR0917  # positional, as in args
         self,
         operation: str,
         missing: tuple[int, ...],
@@ -444,10 +446,10 @@ class TransportTimeout(TransportError, TimeoutError):
 
 
 class BrokenGroupError(TransportError):
-    """objcomm's connections of this group ended before: by an error, or because a rank left.
+    """The group's connections ended earlier, because of an error or because a rank left.
 
     Attributes:
-        reason: the error that reported it first.
+        reason: the text of the error that reported it first.
     """
 
     def __init__(self, operation: str, reason: str) -> None:
@@ -463,15 +465,15 @@ class BrokenGroupError(TransportError):
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What happened on a rank that failed, as text: live exceptions never cross the wire.
+    """The failure of one rank as text, because exceptions are not sent between ranks.
 
     Attributes:
-        rank: group rank where it happened.
-        type_name: the exception's qualified type.
+        rank: group rank that failed.
+        type_name: qualified name of the exception's type.
         message: ``str(exception)``, without other ranks' tracebacks.
-        traceback: the line of the call on that rank, and its formatted traceback, in which
-            objcomm's own frames are folded; the line alone where no code of it raised, because what
-            it gave does not fit to what the others gave.
+        traceback: the line of the call on that rank, followed by the formatted traceback without
+            objcomm's own frames. Only the line if nothing was raised on that rank, because its
+            object merely does not fit those of the others.
     """
 
     rank: int
@@ -484,15 +486,15 @@ class RankFailure:
 
 
 class CollectiveError(ObjcommError):
-    """At least one rank could not contribute; raised on every rank that waited for it.
+    """At least one rank failed in an operation; raised on every rank that waited for it.
 
-    On a failing rank its own exception is the ``__cause__``.
+    On a rank that failed, its own exception is the ``__cause__``.
 
     Attributes:
-        operation: the collective's name.
-        failures: what happened, by group rank.
-        own_rank: this rank, so that the text leaves out what Python shows as the cause; None where
-            the error has no such cause.
+        operation: the name of the operation.
+        failures: the failures by group rank.
+        own_rank: this rank, whose traceback Python shows as the cause and the text leaves out; None
+            if there is no such cause.
     """
 
     own_rank: int | None = None
@@ -504,7 +506,7 @@ class CollectiveError(ObjcommError):
 
     @property
     def summary(self) -> str:
-        """The text without a traceback."""
+        """The text without tracebacks."""
         return f"{self.operation} failed on {_summary(self._in_order())}"
 
     def __str__(self) -> str:
@@ -518,7 +520,7 @@ class CollectiveError(ObjcommError):
         return [self.failures[rank] for rank in sorted(self.failures)]
 
     def _is_cause(self, failure: RankFailure) -> bool:
-        """Whether Python shows this above, as the cause: this rank's own, or heard by it, too."""
+        """Whether Python already shows this failure as the cause of the error."""
         cause = self.__cause__
         if isinstance(cause, CollectiveError) and failure.message == cause.summary:
             return True
@@ -526,14 +528,14 @@ class CollectiveError(ObjcommError):
 
 
 class StartError(ObjcommError, RuntimeError):
-    """The ranks of a job could not meet in ``init``.
+    """The ranks of a job could not connect in ``init``.
 
     Attributes:
-        rank: of this process.
-        world_size: how many were to come.
-        address: ``host:port`` where they were to meet.
-        reason: who has not come, or what torch said.
-        missing: ranks that are known not to have come; empty where that was not the reason.
+        rank: rank of this process.
+        world_size: the expected number of ranks.
+        address: ``host:port`` of the rendezvous.
+        reason: which ranks are missing, or the message of torch's error.
+        missing: ranks known to be missing; empty if that was not the reason.
     """
 
     def __init__(
@@ -561,12 +563,12 @@ class StartError(ObjcommError, RuntimeError):
 
 
 class LaunchError(ObjcommError, RuntimeError):
-    """Ranks that ``launch`` had started failed; the others were ended.
+    """Ranks that ``launch`` had started failed; the remaining ranks were terminated.
 
     Attributes:
-        name: of the function that they ran.
-        failures: what happened, by rank, on each that did not return; the first failure first,
-            what ranks heard of others' after it, and last those that had to be ended.
+        name: the name of the function that they ran.
+        failures: by rank, the failure of each rank that did not return: the first failure, then
+            failures that it caused on other ranks, then ranks that had to be terminated.
     """
 
     def __init__(self, name: str, failures: Mapping[int, RankFailure]) -> None:
@@ -581,10 +583,10 @@ class LaunchError(ObjcommError, RuntimeError):
 
 
 class CaughtAs:
-    """What ``caught_as`` gives an error besides its own class.
+    """Mixin of the classes that ``caught_as`` creates.
 
     Attributes:
-        kinds: the error's own class, and then the other ones.
+        kinds: the error's own class, followed by the additional ones.
     """
 
     kinds: tuple[type[Any], ...]
@@ -594,13 +596,14 @@ class CaughtAs:
 
 
 def caught_as(error: E, other: type[Exception]) -> E:
-    """The same error, for programs that catch it as ``other``, which another library raised.
+    """Return an error that programs can also catch as ``other``, which another library raised.
 
-    It is named as before, has the same facts and cause, and pickles.
+    Its name, attributes and cause do not change, and it can be pickled.
 
     Args:
-        error: one of objcomm's own.
-        other: a builtin exception. Its ``__init__`` is not called, for what it takes is not here.
+        error: an error of objcomm.
+        other: a builtin exception. Its ``__init__`` is not called, because its arguments are not
+            known here.
     """
     if isinstance(error, other):
         return error
@@ -614,7 +617,7 @@ def caught_as(error: E, other: type[Exception]) -> E:
 def _made(kinds: tuple[type[Any], ...], args: tuple[Any, ...], facts: Mapping[str, Any]) -> Any:
     kind = _joined(kinds)
     made = kind.__new__(kind, *args)
-    made.args = args  # an OSError's ``__new__`` leaves them to its ``__init__``
+    made.args = args  # OSError's ``__new__`` leaves this to ``__init__``
     vars(made).update(facts)
     return made
 
@@ -627,18 +630,18 @@ def _joined(kinds: tuple[type[Any], ...]) -> type[Any]:
 
 
 def name_of(kind: type, attribute: str = "__name__") -> str:
-    """A class's name, whatever its metaclass would answer; never raises.
+    """Return a class's name without consulting its metaclass; never raises.
 
     Args:
         kind: the class.
-        attribute: which name, ``__name__`` or ``__qualname__``.
+        attribute: ``__name__`` or ``__qualname__``.
     """
     name: str = type.__dict__[attribute].__get__(kind)
     return name
 
 
 def text_of(error: BaseException) -> str:
-    """``Type: message``, or the type alone; never raises, whatever its own ``__str__`` does."""
+    """Return ``Type: message``, or the type alone; never raises, even if ``__str__`` does."""
     kind = name_of(type(error))
     try:
         text = str(error)
@@ -648,15 +651,15 @@ def text_of(error: BaseException) -> str:
 
 
 def brief_text_of(error: BaseException) -> str:
-    """The first line of ``text_of``, or its beginning and end: to stand in another error's text."""
+    """Return the first line of ``text_of``, shortened to fit into another error's text."""
     first, _, more = text_of(error).partition("\n")
     return _excerpt(first, _LETTERS_OF_A_LINE) + " […]" * bool(more)
 
 
 def shown(received: object) -> str:
-    """How an error names what a stranger sent: itself where it is short, its type elsewhere.
+    """Return a safe text for a received object: a short value's ``repr``, otherwise its type.
 
-    The ``repr`` of a tensor of 50 bytes may ask for gigabytes.
+    The ``repr`` of a tensor that was sent as 50 bytes may allocate gigabytes.
     """
     kind = type(received)
     if kind is str:
@@ -667,7 +670,7 @@ def shown(received: object) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks in words: ``rank 5``, ``ranks 0-511, 513``, or ``a rank`` where none is known."""
+    """Return ranks in words: ``rank 5``, ``ranks 0-511, 513``, or ``a rank`` for none."""
     listed = tuple(ranks)
     if not listed:
         return "a rank"
@@ -675,9 +678,9 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def ranges_text(ranks: Iterable[int]) -> str:
-    """Numbers in order, those that follow one another as a range: ``0-511, 513``.
+    """Return numbers in ascending order, consecutive ones as a range: ``0-511, 513``.
 
-    Of more than 16 ranges the last are only counted.
+    Numbers after the first 16 ranges are only counted.
     """
     ranges: list[list[int]] = []
     for rank in sorted(ranks):
@@ -691,7 +694,7 @@ def ranges_text(ranks: Iterable[int]) -> str:
 
 
 def _summary(failures: Sequence[RankFailure]) -> str:
-    """What failed where: ranks that failed alike are told together."""
+    """Describe what failed on which ranks; ranks with the same failure are grouped."""
     alike: defaultdict[str, list[int]] = defaultdict(list)
     for each in failures:
         alike[f"{each.type_name}: {each.message}"].append(each.rank)
@@ -702,14 +705,14 @@ def _summary(failures: Sequence[RankFailure]) -> str:
 
 
 def _tracebacks(failures: Sequence[RankFailure]) -> str:
-    """The tracebacks below a summary, each once; of many that differ the first ones."""
+    """Return the different tracebacks to show below a summary, up to four of them."""
     alike: defaultdict[str, list[int]] = defaultdict(list)
     for each in failures:
         if each.traceback.strip():
             alike[each.traceback.rstrip()].append(each.rank)
     told = []
     for text, ranks in list(alike.items())[:_FEW]:
-        # Where nothing was raised there is the line of the call alone.
+        # If nothing was raised, there is only the line of the call.
         is_call = text.startswith("  File ") and "Traceback (" not in text
         told.append(f"\n\n{'Call' if is_call else 'Traceback'} of {ranks_text(ranks)}:\n{text}")
     rest = [rank for ranks in list(alike.values())[_FEW:] for rank in ranks]
@@ -718,6 +721,6 @@ def _tracebacks(failures: Sequence[RankFailure]) -> str:
 
 
 def _excerpt(text: str, letters: int) -> str:
-    """Beginning and end of a text that is too long."""
+    """Shorten a text that is too long to its beginning and end."""
     half = letters // 2
     return text if len(text) <= letters else f"{text[:half]} […] {text[-half:]}"

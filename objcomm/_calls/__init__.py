@@ -1,4 +1,4 @@
-"""A group as objcomm sees it, and one call on it, from its arguments to its result or error.
+"""Groups, and calls on them from the checking of arguments to the result or error.
 
-Knows ranks, options and time limits; which operation it is, only by name.
+This package knows about ranks, options and timeouts. It knows operations only by name.
 """

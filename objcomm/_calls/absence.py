@@ -1,7 +1,8 @@
-"""Regions: code that some ranks of a group run while the others make no call.
+"""Regions: code that some ranks of a group run while the other ranks do not make any calls.
 
-Knows which ranks those are, as global ranks, and what that means for a call: it acts locally, it
-goes on, or it would wait for ever and is refused. Knows nothing of groups or of traffic.
+A region knows the absent ranks, as global ranks, and decides what a call inside it does: the call
+acts locally, proceeds normally, or is refused because it would wait forever. This module knows
+nothing about groups or traffic.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,8 +14,8 @@ from objcomm.errors import UsageError, ranks_text
 
 NOBODY: frozenset[int] = frozenset()
 
-# What a rank does for itself in a region of its own. All else would give it one contribution, or
-# one of several parts, where it expects those of all ranks.
+# Operations that act locally in a region. Any other would return only this rank's contribution, or
+# one of several parts, where the caller expects those of all ranks.
 _LOCAL = frozenset(
     {
         "barrier",
@@ -34,13 +35,13 @@ _LOCAL = frozenset(
 
 
 class Region(NamedTuple):
-    """What this rank is in.
+    """A region that this rank is in.
 
     Attributes:
-        operation: what the user has called.
-        earlier: ranks that have been in it before, and wait for this one at its end.
-        later: ranks that wait until this one has left it.
-        is_local: whether calls that would need those ranks act locally where they can.
+        operation: the name of the call that opened the region.
+        earlier: ranks that were in the region before, and wait for this rank at its end.
+        later: ranks that wait until this rank has left the region.
+        is_local: whether calls that would need those ranks act locally where possible.
     """
 
     operation: str
@@ -50,17 +51,17 @@ class Region(NamedTuple):
 
     @property
     def absent(self) -> frozenset[int]:
-        """Ranks that make no call meanwhile."""
+        """The ranks that do not make calls while this rank is in the region."""
         return self.earlier | self.later
 
 
-#: The regions that this rank is in. A new thread starts without any: it is not part of what its
-#: maker is doing.
+#: The regions that this rank is in, outermost first. A new thread starts outside all regions,
+#: because its work is not part of the region in which it was created.
 around: ContextVar[tuple[Region, ...]] = ContextVar("objcomm_absence", default=())
 
 
-class inside:  # noqa: N801  # used as a function, like contextlib's
-    """Be in a region for as long as this context lasts, on this thread."""
+class inside:  # noqa: N801  # used like a function, as those of contextlib
+    """Context manager that puts the calling thread inside a region."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -74,12 +75,12 @@ class inside:  # noqa: N801  # used as a function, like contextlib's
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Not by a token: generators leave regions in any order, and in other contexts.
+        # Not by a token: generators may leave regions in any order, and in another context.
         around.set(tuple(each for each in around.get() if each is not self._region))
 
 
 def is_confined() -> bool:
-    """Whether this rank is in any region whose calls act locally."""
+    """Whether this rank is in a region whose calls act locally."""
     return any(region.is_local for region in around.get())
 
 
@@ -87,16 +88,16 @@ def acts_alone(operation: str, ranks: Sequence[int], rank: int) -> bool:
     """Whether a call acts locally, as in a world of one.
 
     Args:
-        operation: what is called.
+        operation: the name of the operation.
         ranks: the global ranks of its group.
-        rank: this one, within the group.
+        rank: this rank's group rank.
 
     Raises:
-        UsageError: it would wait for ranks that make no call meanwhile.
+        UsageError: the call would wait for ranks that do not make calls meanwhile.
     """
     for region in reversed(around.get()):
         missing = region.absent.intersection(ranks)
-        # In a world of one, too: what went wrong is told once, by the outermost.
+        # Also in a world of one, so that only the outermost region reports a failure.
         if (missing or len(ranks) == 1) and region.is_local and operation in _LOCAL:
             return True
         if missing:
@@ -105,16 +106,16 @@ def acts_alone(operation: str, ranks: Sequence[int], rank: int) -> bool:
 
 
 def is_in_order(operation: str, ranks: Sequence[int], rank: int, first: int = 0) -> bool:
-    """Whether one of some ranks runs before the others already, so nobody need wait.
+    """Whether regions already make ``first`` run before the other ranks, so none has to wait.
 
     Args:
-        operation: what is called.
+        operation: the name of the operation.
         ranks: the global ranks of its group.
-        rank: this one, within the group.
-        first: the one that shall run before the others, within the group.
+        rank: this rank's group rank.
+        first: the group rank that must run before the others.
 
     Raises:
-        UsageError: as ``acts_alone``.
+        UsageError: as for ``acts_alone``.
     """
     main = ranks[first]
     for region in reversed(around.get()):

@@ -1,7 +1,8 @@
-"""One call of an operation on this rank: its group, codec and limits, and its failure if it fails.
+"""One call of an operation on this rank: its group, codec, timeout and failure.
 
-What every operation does around its traffic, so that each can be read as its protocol: encode
-before any traffic, send a failure instead of a value, raise alike, decode last.
+This module contains the steps common to all operations, so that each operation reads as its
+protocol: encode before any traffic, send a failure in place of a value, raise the same error on all
+ranks, decode last.
 """
 
 import hashlib
@@ -72,23 +73,23 @@ if TYPE_CHECKING:
 
 _DIGEST_NBYTES = 32
 
-# An enumeration's members take longer to find than all else that is done with them.
+# Looking up members of an enum takes longer than everything else that is done with them.
 _VALUE, _FAILURE = int(Status.VALUE), int(Status.FAILURE)
 
 
 class Coding:
-    """How one call encodes its objects and decodes what arrives: codec, options and device.
+    """How a call encodes its objects and decodes received ones: codec, options and device.
 
     Attributes:
-        settings: the options that hold for the call.
-        codec: encodes.
-        codec_name: its name.
-        device: where tensors shall arrive, if the caller said so.
+        settings: the options that apply to the call.
+        codec: the codec that encodes.
+        codec_name: the name of the codec.
+        device: the device for received tensors, if the caller gave one.
     """
 
     __slots__ = ("codec", "codec_name", "device", "settings")
 
-    #: What the last call had that said nothing of all this; replaced as a whole.
+    #: Shared by calls without options of their own. Replaced as a whole, never changed.
     _latest: ClassVar["Coding | None"] = None
 
     def __init__(
@@ -99,7 +100,7 @@ class Coding:
         allow: Iterable[Allowed] | None,
         operation: str = "",
     ) -> None:
-        """Begin; the arguments are the caller's own, ``operation`` is their call.
+        """Check the arguments, given as the user passed them to ``operation``.
 
         Raises:
             UsageError: one of them is wrong.
@@ -118,7 +119,7 @@ class Coding:
         allow: Iterable[Allowed] | None,
         operation: str,
     ) -> "Coding":
-        """That of a call; calls without options of their own share one for the options in force.
+        """Return the coding of a call. Calls without options of their own share one.
 
         Raises:
             UsageError: as for the constructor.
@@ -135,13 +136,13 @@ class Coding:
         return latest
 
     def message(self, header: Header, obj: object, device_type: str | None = None) -> Message:
-        """An object as a message; what a codec raises passes through.
+        """Encode an object into a message. Exceptions of the codec pass through.
 
         Args:
-            header: of the message, but for its sizes.
+            header: the header of the message; its sizes are filled in.
             obj: the object.
-            device_type: the types of memory that travel over device links, joined by commas; None
-                if there are none.
+            device_type: the device types whose memory travels over device links, joined by commas;
+                None if there are none.
         """
         shown = begun("encode") if profiler._is_profiler_enabled else None  # noqa: SLF001  # see ``tracing``
         try:
@@ -158,7 +159,7 @@ class Coding:
                 shown.__exit__(None, None, None)
 
     def digest(self, obj: object) -> bytes:
-        """Equal for two objects only if they would be sent as the same bytes."""
+        """Return a digest that is equal for two objects only if both encode to the same bytes."""
         with span("encode"):
             encoded = encode(self.codec, obj)
             digest = hashlib.blake2b(self.codec_name.encode(), digest_size=_DIGEST_NBYTES)
@@ -168,15 +169,15 @@ class Coding:
             return digest.digest()
 
     def copy(self, obj: object) -> Any:
-        """An independent copy of an object."""
+        """Return an independent copy of an object."""
         return copy(self.codec, obj)
 
     def decode(self, message: Message) -> Any:
-        """The object in a message that carries one.
+        """Decode the object in a message.
 
         Raises:
-            DecodeError: it can't be rebuilt here; it says whose it is.
-            WireError: it carries none, or what its sender did not sign.
+            DecodeError: the object cannot be rebuilt here. The error gives its sender.
+            WireError: the message does not contain an object, or its signature is wrong.
         """
         header = message.header
         if message.refusal is not None or message.signer is not None:
@@ -200,37 +201,37 @@ A = TypeVar("A")
 R = TypeVar("R")
 P = ParamSpec("P")
 
-_PAIR = 2  # so many swap what they have to tell, more let one of them tell all
+_PAIR = 2  # a pair swaps its outcomes; larger groups collect them on one rank
 
 
 class Call:
-    """The context of one operation, which it begins.
+    """Context manager for one call of an operation.
 
-    Constructing it checks the arguments, connects the group's ranks if this is their first call,
-    for which it waits until the limit, and takes the next number on this thread's lane. So an error
-    after that is told to the others: see ``Watched.give_up``.
+    The constructor checks the arguments, connects the group's ranks if this is their first call,
+    waiting up to the timeout, and takes the next sequence number of this thread's lane. The other
+    ranks wait for that number, so any later error is reported to them; see ``Watched.give_up``.
 
-    When it is entered it waits for the lane's earlier calls, and when it is left it is concluded,
-    whatever has happened. An operation takes two steps in between: it encodes, and does the rest,
-    both on the caller's thread. An asynchronous call gives the rest to ``later``; it waits for
-    earlier ones, and is concluded, where the rest is done: on the lane's thread.
+    Entering the context waits for the lane's earlier calls. Leaving it concludes the call, whatever
+    has happened. In between, an operation takes two steps on the caller's thread: it encodes, and
+    does the rest. An asynchronous call passes the rest to ``later``. It then waits for earlier
+    calls, and is concluded, on the lane's thread.
 
     Attributes:
         call_site: the user's ``file:line``.
-        operation: what the user has called.
-        rank: this rank, within the group.
+        operation: the name of the function that the user called.
+        rank: this rank's group rank.
         size: number of ranks.
         ranks: the global ranks of the group.
-        root: group rank of source or destination; 0 where the operation has none.
+        root: group rank of source or destination; 0 if the operation has none.
         is_alone: whether there is no other rank, and so no traffic.
         is_root: whether this rank is the source or destination.
-        exchange: the traffic; a context during which ranks wait for each other. There is none in a
+        exchange: the traffic, a context manager in which ranks wait for each other. Not set in a
             world of one.
-        decode: gives the object in a message that carries one, as ``Coding.decode`` does.
-        device: where tensors shall arrive; None for where they were.
+        decode: decodes the object in a message; see ``Coding.decode``.
+        device: the device for received tensors; None to keep their device type.
     """
 
-    def __init__(  # noqa: PLR0915  # the steps of a call's beginning, one after another
+    def __init__(  # noqa: PLR0915  # one linear sequence of steps
         self,
         operation: Operation,
         *,
@@ -253,37 +254,38 @@ class Call:
         raises_later: bool = False,
         is_met: bool = False,
     ) -> None:
-        """Begin.
+        """Begin the call.
 
         Args:
-            operation: which one.
-            group: as the user gave it, like all that follows.
-            timeout: in seconds.
-            codec: what encodes this rank's objects.
-            device: where tensors shall arrive.
+            operation: the operation.
+            group: the group as the user gave it. The same holds for the arguments below.
+            timeout: in seconds or as a timedelta.
+            codec: the name of the codec that encodes this rank's objects.
+            device: the device for received tensors.
             global_root: source or destination as a global rank.
-            group_root: the same as a rank within the group.
-            root_argument: what the user's own call names ``global_root``, for errors.
-            has_root: whether the operation has one.
+            group_root: the same as a group rank.
+            root_argument: the user's name for ``global_root``, for errors.
+            has_root: whether the operation has a root.
             must_agree: text that must be the same on all ranks.
-            confirm: whether a rank's decode error becomes everybody's.
+            confirm: whether a decode error on one rank is raised on all.
             accept: codecs whose messages this rank decodes.
-            allow: what a received pickle may name.
-            progress: whether to show how far it has come.
-            name: of this call, the same on all ranks; empty for a call that is known by its line.
-            called: the user's function, where it is named otherwise than the operation.
-            async_op: whether the rest is given to ``later``.
-            raises_later: whether it leaves to the next call what an asynchronous one leaves to its
-                work: what has ended the connections, and this thread has yet to raise.
-            is_met: whether all ranks meet first, as with ``objcomm.check``; alike on all of them.
+            allow: what a received pickle may refer to.
+            progress: whether to show a progress bar.
+            name: the name of this call, the same on all ranks; empty to identify it by its line.
+            called: the name of the user's function, if it differs from the operation's.
+            async_op: whether the rest is passed to ``later``.
+            raises_later: whether a verdict that this thread has yet to raise is left to its next
+                call, as an asynchronous call leaves it to its ``Work``.
+            is_met: whether all ranks first agree on the call, as with ``objcomm.check``; must be
+                the same on all ranks.
 
         Raises:
-            UsageError: an argument is wrong, or this rank is in a region where the others make no
-                such call; nothing was sent.
-            NotInGroupError: this rank is no member.
-            BrokenGroupError: an earlier error ended the group.
-            TransportTimeout: the group's first call, and not every rank came.
-            MissingDependencyError: there is nothing to show progress with.
+            UsageError: an argument is wrong, or this rank is in a region in which the other ranks
+                do not make this call. Nothing was sent.
+            NotInGroupError: this rank is not a member of the group.
+            BrokenGroupError: an earlier error has closed the group's connections for good.
+            TransportTimeout: in the group's first call, not every rank joined in time.
+            MissingDependencyError: no package to show progress with is installed.
         """
         self._began = time.perf_counter()
         called_at = time.time()
@@ -305,8 +307,8 @@ class Call:
         self.rank, self.size = self._group.rank, self._group.size
         self.is_root = self.rank == root
         self._bar = bar_for(called, self.rank) if progress else None
-        # Of an asynchronous call. Where Ctrl-C comes while the rest is handed over, both threads
-        # have it, and the first to take this concludes it.
+        # For asynchronous calls. If Ctrl-C hits while the rest is handed over, both threads have
+        # it, and the first one to take this lock concludes the call.
         self._claim = threading.Lock() if async_op else None
         recorder = self._group.recorder
         if self.size == 1:
@@ -324,7 +326,7 @@ class Call:
         is_met |= (environment_check() if chosen.check is None else chosen.check) is True
         if must_agree or confirm or is_met:
             must_agree = f"{name}\0{must_agree}" + "\0confirm" * confirm + "\0check" * is_met
-        # Last of all that can go wrong, this call takes the next number on this thread's lane.
+        # Takes the next sequence number of this thread's lane, after all other checks.
         try:
             mesh, lane = whole.enter(called, deadline, place, raises_later=async_op or raises_later)
         except ObjcommError as error:
@@ -334,7 +336,7 @@ class Call:
         if link.is_interrupted() and self._claim is None:
             raise UsageError(f"{called}: {interrupted('a transfer of this group')}")
         self._lane = lane
-        # From here on, a handler that interrupts this call on its thread is refused: see
+        # From here on, calls by a signal handler that interrupts this one are refused; see
         # ``Lane.caller``.
         lane.begun_at = place
         try:
@@ -351,7 +353,7 @@ class Call:
             )
             header = made(Header, fields)
             self._entry = entry = CallRecord(header, called, coding.codec_name, lane.name)
-            entry.began = called_at  # a first call has waited for the ranks since
+            entry.began = called_at  # before a first call has waited for the other ranks
             entry.is_confirmed = confirm or is_met
             gate = Gate(chosen, mesh.session, self.rank, path.devices)
             self.exchange = Watched(
@@ -376,7 +378,7 @@ class Call:
 
     @property
     def place(self) -> str:
-        """A name of this call that is the same on every rank and means no other call."""
+        """A unique identifier of this call, the same on every rank; empty in a world of one."""
         return "" if self.is_alone else self.exchange.place
 
     def message(
@@ -387,13 +389,13 @@ class Call:
     ) -> Message:
         """Encode an object; an error becomes a failure message.
 
-        Any exception is caught, KeyboardInterrupt included: this rank still takes part, and raises
-        afterwards.
+        Any exception is caught, including KeyboardInterrupt: this rank still takes part in the
+        traffic, and raises afterwards.
 
         Args:
-            obj: what to encode.
-            make: makes of ``obj`` what to encode instead, or refuses it.
-            among: the messages of all ranks, if it looks whether these agree.
+            obj: the object.
+            make: converts ``obj`` into the object to encode, or raises.
+            among: the messages of all ranks, if ``make`` checks whether they agree.
         """
         try:
             exchange = self.exchange
@@ -403,7 +405,7 @@ class Call:
             return self.failure(error, among)
 
     def aside(self, produce: Callable[[], R]) -> R:
-        """What the user's function returns, which may use the group: no rank waits yet."""
+        """Call the user's function, which may use the group, because no rank waits yet."""
         lane = self._lane
         if lane is None:
             return produce()
@@ -414,7 +416,7 @@ class Call:
             lane.begun_at = self.call_site
 
     def failure(self, error: BaseException, among: Sequence[Message] = ()) -> Message:
-        """The message that tells the others of this rank's error, or which of ``among`` differ."""
+        """Return a message that reports this rank's error, or which of ``among`` differ."""
         if isinstance(error, DifferenceError):
             error = DisagreementError({error.ranks[1]: str(error)})
         if isinstance(error, DisagreementError):
@@ -423,14 +425,14 @@ class Call:
         return failure_message(self.exchange.header, [failure_of(error, self.rank, self.call_site)])
 
     def failures(self, messages: Sequence[Message]) -> Message | None:
-        """One message that tells of all the failures in some others, if there are any."""
+        """Return one message with all failures in ``messages``; None if there are none."""
         failures = failures_in(messages)
         return failure_message(self.exchange.header, failures.values()) if failures else None
 
     def alone(self, produce: Callable[[], R]) -> R:
-        """What ``produce`` returns; in a world of one an error has the same form as in a group.
+        """Return what ``produce`` returns; wrap its errors as a group of several ranks would.
 
-        In a region it is left as it is: the region's own end tells the others.
+        In a region errors are not wrapped, because the end of the region reports them.
         """
         try:
             return produce()
@@ -440,19 +442,19 @@ class Call:
             raise
 
     def digest(self, obj: object) -> bytes:
-        """Equal on two ranks only if their objects are sent as the same bytes."""
+        """Return a digest that is equal on two ranks only if both encode to the same bytes."""
         return self._coding.digest(obj)
 
     def copy(self, obj: object) -> Any:
-        """An independent copy of this rank's own operand, which an operator may change."""
+        """Return an independent copy of this rank's operand, which an operator may modify."""
         return self._coding.copy(obj)
 
     def announcement(self, status: Status) -> Message:
-        """A message that says all with its status."""
+        """Return a message without a body, which consists of its status."""
         return compose(self.exchange.header, b"", status=status)
 
     def raise_failures(self, messages: Sequence[Message] = ()) -> None:
-        """Raise what some messages, or this rank's own error, call for.
+        """Raise if any of the messages reports a failure, or if this rank has failed.
 
         Raises:
             CollectiveError: at least one rank failed.
@@ -465,15 +467,15 @@ class Call:
             raise_together(self.operation, failures, own, self.rank)
 
     def decode_as(self, message: Message, fits: Callable[[Any], bool], what: str) -> Any:
-        """The object in a message of objcomm's own, which can be of one kind only.
+        """Decode an object that objcomm itself has sent and that must be of one kind.
 
         Args:
             message: as for ``decode``.
-            fits: whether an object is of that kind.
-            what: the kind, for the error.
+            fits: returns whether an object is of that kind.
+            what: the name of the kind, for the error.
 
         Raises:
-            DecodeError: it is of another kind; or as for ``decode``.
+            DecodeError: the object is of another kind; or as for ``decode``.
             WireError: as for ``decode``.
         """
         plain = self.decode(message)
@@ -483,9 +485,9 @@ class Call:
         return plain
 
     def confirm(self) -> None:
-        """Let ``result`` do as if the caller had said ``confirm=True``.
+        """Make ``result`` behave as with ``confirm=True``.
 
-        Every rank calls this in its traffic, or none.
+        Either every rank calls this during the traffic, or none does.
         """
         self.exchange.is_confirmed = self._entry.is_confirmed = True
 
@@ -506,16 +508,16 @@ class Call:
         *args: Any,
         **kwargs: Any,
     ) -> R | None:
-        """What ``read`` returns, unless a rank has failed; every rank calls this after the traffic.
+        """Return what ``read`` returns, unless a rank failed; called by every rank after traffic.
 
-        With ``confirm=True`` what is raised here is raised on all ranks.
+        With ``confirm=True``, an error raised here is raised on all ranks.
 
         Args:
-            messages: tell of failures.
-            read: makes the call's result, as of these messages; None where there is nothing to
-                read, and so no error of this rank's own.
+            messages: messages that may report failures.
+            read: computes the call's result, for example by decoding; None if there is none, so
+                this rank cannot fail here.
             args: for ``read``.
-            kwargs: likewise.
+            kwargs: for ``read``.
 
         Raises:
             CollectiveError: at least one rank failed.
@@ -537,15 +539,14 @@ class Call:
         return None if read is None else read(*args, **kwargs)
 
     def _acknowledge(self, error: BaseException | None) -> None:
-        """Tell all ranks how this one's block has ended, and hear how theirs have.
+        """Exchange the outcomes of all ranks.
 
-        Where no rank has failed, but what they gave does not fit together, this returns, and so
-        ``error`` is raised.
+        Returns if no rank failed by itself: then the caller raises ``error``, if there is one.
 
         Raises:
             CollectiveError: at least one rank failed.
         """
-        # Of what a CollectiveError tells the ranks that failed say so themselves.
+        # Failures of other ranks in a CollectiveError are reported by those ranks themselves.
         if error is not None and not isinstance(error, CollectiveError):
             self._own_error = error
         own, exchange = self._own_error, self.exchange
@@ -564,16 +565,15 @@ class Call:
         self.raise_failures(told)
 
     def later(self, rest: Callable[[], R]) -> Work[R]:
-        """Let the lane's thread do the rest of an asynchronous operation.
+        """Hand the rest of an asynchronous operation to the lane's thread.
 
         Args:
-            rest: all that follows after what the caller may change was encoded.
+            rest: everything after the encoding of objects that the caller may change.
 
         Returns:
-            A work that will return what ``rest`` returns.
+            A ``Work`` with the result of ``rest``.
         """
-        # In a list, which is emptied: whoever hears that the work has ended finds the caller's
-        # object let go.
+        # In a list that gets emptied, so the caller's object is released before the work ends.
         body, lane = partial(self._go_on, [rest]), self._lane
         if lane is None:
             return Work[R](self.operation, self.call_site).carry_out_here(body)
@@ -584,9 +584,9 @@ class Call:
         return work
 
     def _go_on(self, rests: list[Callable[[], R]]) -> R:
-        """The rest of an asynchronous call, when its turn has come."""
+        """Run the rest of an asynchronous call when its turn has come."""
         if not self._is_mine():
-            raise CancelledError  # Ctrl-C: its caller has concluded it, and has no work to ask
+            raise CancelledError  # after Ctrl-C the caller has concluded it and has no Work
         try:
             self._span = begun(self.operation)
             result = rests.pop()()
@@ -597,16 +597,16 @@ class Call:
         return result
 
     def _is_mine(self) -> bool:
-        """Whether this thread is the one to conclude the call, as the first that asks is."""
+        """Whether this thread must conclude the call: true for the first thread that asks."""
         return self._claim is None or self._claim.acquire(blocking=False)
 
     def __enter__(self) -> Self:
         if self._claim is not None:
-            return self  # its turn comes on the lane's thread
+            return self  # it waits for earlier calls on the lane's thread
         if self._lane is not None and self._lane.line is not None:
             try:
                 self._lane.drain()  # calls before this one
-            except BaseException as error:  # Ctrl-C: the others wait for a call of this number
+            except BaseException as error:  # after Ctrl-C the others still wait for this call
                 self.__exit__(type(error), error, None)
                 raise
         if profiler._is_profiler_enabled:  # noqa: SLF001  # see ``tracing``

@@ -1,6 +1,7 @@
-"""One process group as objcomm sees it: ranks, links, lanes and time limits.
+"""The state that objcomm keeps for a process group: ranks, connections, lanes and timeouts.
 
-The global ranks that a user gives become group ranks here. Knows nothing of operations.
+Global ranks given by the user are converted to group ranks here. This module knows nothing about
+operations.
 """
 
 import contextlib
@@ -43,22 +44,22 @@ from objcomm.errors import UsageError, ranges_text
 
 _lane_name: ContextVar[str] = ContextVar("objcomm_lane", default="")
 
-_LISTED_MAX = 100  # characters of a list of ranks in a name
+_LISTED_MAX = 100  # maximum length of a list of ranks in a name, in characters
 
 
 class Group:
-    """One process group as objcomm sees it; every rank in here is a rank within the group.
+    """The state of one process group. Ranks are group ranks unless called global.
 
     Attributes:
-        name: torch's, the same on every rank; empty where torch.distributed is not initialised.
-        rank: this process's.
+        name: torch's name, the same on every rank; empty if torch.distributed is not initialized.
+        rank: this process's rank.
         size: number of ranks.
-        ranks: their global ranks, in group order.
-        places: the ranks within the group by global rank.
-        recorder: what this rank did last on it, and what it cost.
-        timeout_seconds: the limit of a call that has none of its own.
-        hosts: where each rank runs, once ``node_group`` has asked; empty before.
-        peers: what messages from rank to rank have here, once there were any.
+        ranks: the global ranks, in group order.
+        places: group ranks by global rank.
+        recorder: this rank's latest calls on the group, and their cost.
+        timeout_seconds: the default timeout of a call.
+        hosts: the host of each rank, once ``node_group`` has asked; empty before.
+        peers: the state of point-to-point messages; None before the first.
     """
 
     peers: Any = None
@@ -66,12 +67,12 @@ class Group:
     def __init__(
         self, process_group: Any = None, world: Any = None, recorder: Recorder | None = None
     ) -> None:
-        """Begin.
+        """Create the state.
 
         Args:
-            process_group: torch's; None for calls that were made without torch.distributed.
+            process_group: torch's process group; None for calls without torch.distributed.
             world: torch's group of all ranks.
-            recorder: given if this is a part of the process group; it has the part's ranks.
+            recorder: the recorder of a part; given if this is a part of the process group.
         """
         self.recorder = recorder_of(process_group) if recorder is None else recorder
         self.name = self.recorder.name
@@ -82,12 +83,12 @@ class Group:
             self._own = functools.partial(_living, _nothing)
             self.timeout_seconds = TIMEOUT_SECONDS
         else:
-            # Weak, or the state of a destroyed group would live as long as the process.
+            # Weak, or the state of a destroyed group would stay alive until the process ends.
             self._own = functools.partial(_living, weakref.ref(process_group))
             self.timeout_seconds = timeout_of(process_group)
         self.size = len(self.ranks)
         self.places = {rank: place for place, rank in enumerate(self.ranks)}
-        # A group that is first used in a fork is its parent's no less.
+        # A group that is first used in a forked process belongs to the parent all the same.
         self._forks = -1 if inheritance.has(world) else inheritance.forks
         self._lock = threading.RLock()
         self._making_a_part = Alone("a call that makes a group of some ranks")
@@ -97,23 +98,23 @@ class Group:
         self._near: dict[str, weakref.ref[Any]] = {}  # by the lane's name
         self._turns = threading.RLock()
         self._turn = Alone("a call")
-        self._channels: dict[tuple[int, ...], Channel] = {}  # by those whom they join
+        self._channels: dict[tuple[int, ...], Channel] = {}  # by the ranks that they connect
         self._parts: dict[tuple[int, ...], Group] = {}  # by their members
         self._at_end: list[Callable[[], None]] = []
         self._end: Any = None
         if process_group is not None:
-            # Its end, not this object's: whoever still waits for a message holds this one.
+            # On the process group, because a thread that waits for a message keeps this object.
             self._end = weakref.finalize(
                 process_group, _close, self._whole, self._channels, self._at_end
             )
-            self._end.atexit = False  # the watchdog's
+            self._end.atexit = False  # the watchdog cleans up at exit
 
     def at_end(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called once the group is destroyed and the other ranks know."""
+        """Register ``callback`` to run once the group is destroyed and the other ranks know."""
         self._at_end.append(callback)
 
     def let_go(self) -> None:
-        """Keep the connections no longer than this object, rather than until the group's end."""
+        """Tie the connections to the lifetime of this object instead of the process group's."""
         self._end.detach()
 
     def root(
@@ -123,13 +124,17 @@ class Group:
         group_rank: int | None,
         argument: str = "src",
     ) -> int:
-        """The group rank that a call means by ``src`` and ``group_src``, or their like.
+        """Return the group rank given by ``src`` or ``group_src``, or similar arguments.
 
         Args:
-            operation: what the user has called.
-            global_rank: what was given as a global rank; None for nothing.
-            group_rank: what was given as a rank within the group; likewise.
-            argument: the name of the first; the second has ``group_`` before it.
+            operation: the name of the user's call.
+            global_rank: the global rank, if given.
+            group_rank: the group rank, if given.
+            argument: the argument's name for ``global_rank``; for ``group_rank`` it has the prefix
+                ``group_``.
+
+        Returns:
+            The group rank; 0 if neither was given.
 
         Raises:
             UsageError: both were given, or there is no such rank in this group.
@@ -153,7 +158,7 @@ class Group:
             return rank
         rank = _index(operation, argument, global_rank)
         if rank not in self.places:
-            # A number that is no rank within the group either was not meant as one.
+            # Suggest a group rank only if the number is one.
             is_place = 0 <= rank < self.size
             cure = f"; give a rank within the group as group_{argument}=" * is_place
             raise UsageError(
@@ -165,15 +170,15 @@ class Group:
     def deadline(
         self, operation: str, timeout: Timeout, chosen: Settings | None = None
     ) -> Deadline:
-        """The time limit of one call.
+        """Return the deadline of one call.
 
         Args:
-            operation: for an error's text.
+            operation: the operation, for error messages.
             timeout: as the user gave it.
-            chosen: the options of the call; those in force if None.
+            chosen: the options of the call; if None, the current ones.
 
         Raises:
-            UsageError: it is not a positive time.
+            UsageError: ``timeout`` is not a positive time.
         """
         seconds = self.timeout_seconds if timeout is None else seconds_of(operation, timeout)
         return Deadline(seconds, chosen)
@@ -181,17 +186,18 @@ class Group:
     def enter(
         self, operation: str, deadline: Deadline, call_site: str, *, raises_later: bool = False
     ) -> tuple[Mesh, Lane]:
-        """The connections and the calling thread's lane; the first use makes all ranks meet.
+        """Return the mesh and the calling thread's lane; the first use connects all ranks.
 
-        With ``raises_later`` a thread gets connections that have ended, if it has yet to raise why.
+        With ``raises_later``, this may be a mesh that has ended and whose verdict the thread has
+        yet to raise.
 
         Raises:
-            BrokenGroupError: an earlier error ended the group.
-            ObjcommError: what ended the connections since this lane's last call, once.
-            UsageError: this process was forked from the one that made the group; or the
-                interpreter is shutting down; or another live thread has the lane, or this one has
-                it and waits for a callback.
-            TransportTimeout: not every rank came.
+            BrokenGroupError: an earlier error has closed the group's connections for good.
+            ObjcommError: the connections were closed since this lane's last call. Raised once.
+            UsageError: this process was forked from the one that created the group; or the
+                interpreter is shutting down; or another live thread owns the lane; or this thread
+                is inside another call on it, for example in a callback.
+            TransportTimeout: not every rank joined in time.
         """
         self.check_process(operation)
         whole = self._whole
@@ -201,20 +207,20 @@ class Group:
         return mesh, lane
 
     def join(self, operation: str, deadline: Deadline, call_site: str) -> None:
-        """Make all ranks meet now; every one must call this, and any thread may use the group next.
+        """Connect all ranks now; every rank must call this. Does not take a lane for the thread.
 
         Raises:
-            ObjcommError: as ``enter``.
+            ObjcommError: as for ``enter``.
         """
         self.check_process(operation)
         self._whole.join(operation, deadline, call_site)
 
     @contextlib.contextmanager
     def in_turns(self) -> Iterator[None]:
-        """Let any thread make a call in this block; all but the main one do it one after another.
+        """Let any thread make calls in this block; threads without a lane of their own take turns.
 
-        The main thread, and a thread that has taken a lane, keep their own. The others share one:
-        as with torch it is for the program to let them come in the same order on all ranks.
+        The main thread, and a thread that has chosen a lane, keep their own. The others share one
+        lane: as with torch, the program must make them call in the same order on all ranks.
         """
         if _lane_name.get() or threading.current_thread() is threading.main_thread():
             yield
@@ -228,10 +234,10 @@ class Group:
 
     @property
     def near(self) -> Any:
-        """The group of this host's ranks, if the calling thread's lane has asked for it before.
+        """The group of this host's ranks, if it was created on the calling thread's lane before.
 
-        A lane's calls are the same on all ranks, so all of them remember it, or none does. Another
-        thread's would not do: on another rank that thread may not have come so far.
+        Kept per lane: a lane's calls are the same on all ranks, so either all ranks remember the
+        group or none does. Another thread may not have made the same call yet on another rank.
         """
         return self._near.get(_lane_name.get(), _nothing)()
 
@@ -241,15 +247,15 @@ class Group:
 
     @property
     def is_of_the_parent(self) -> bool:
-        """Whether this process was forked after it was made."""
+        """Whether this process was forked after the group was created."""
         return self._forks != inheritance.forks
 
     def check_process(self, operation: str) -> None:
-        """Refuse a call that this process can't make.
+        """Refuse a call that this process cannot make.
 
         Raises:
-            UsageError: it was forked from the one that made the group, as a DataLoader's worker
-                may be; or its interpreter is shutting down.
+            UsageError: this process was forked from the one that created the group, like a
+                DataLoader worker; or the interpreter is shutting down.
         """
         if self._forks == inheritance.forks and not sys.is_finalizing():
             return
@@ -265,38 +271,38 @@ class Group:
 
     @functools.cached_property
     def device_path(self) -> DevicePath:
-        """What joins the ranks' accelerators, if anything does."""
+        """The path between the ranks' accelerators, if there is one."""
         return DevicePath(device_links(self._own()))
 
     @functools.cached_property
     def pair_path(self) -> DevicePath:
-        """The same for messages from rank to rank, which have no order with collectives."""
+        """The same for point-to-point messages, which are not ordered with collectives."""
         return DevicePath([link for link in device_links(self._own()) if link.is_pairwise])
 
     @property
     def mesh(self) -> Mesh | None:
-        """What joins all ranks, or did last; None before the first call.
+        """The current or last mesh of all ranks; None before the first call.
 
-        Look at each step anew: after an error that the ranks outlive another one takes its place.
+        Do not keep it: after a recoverable error a new mesh replaces it.
         """
         return self._whole.mesh
 
     @property
     def is_broken(self) -> bool:
-        """Whether all ranks together can exchange no more objects."""
+        """Whether the connections between all ranks are closed for good."""
         return self._whole.is_broken
 
     def absolve(self, verdict: Verdict, global_ranks: Iterable[int]) -> None:
-        """End what joins only these ranks, by a verdict that the calling thread raises elsewhere.
+        """End the channels among these ranks by a verdict that the calling thread raises elsewhere.
 
-        Other threads' lanes raise it in their next calls, as they do on the other ranks.
+        Other threads raise it in their next calls, as they do on the other ranks.
         """
         for channel in (self._whole, *tuple(self._channels.values())):
             if set(channel.global_ranks) <= set(global_ranks):
                 channel.absolve(verdict)
 
     def channel(self, members: tuple[int, ...]) -> Channel:
-        """What joins some of the ranks, in ascending order, and needs nobody else."""
+        """Return the channel between ``members``, in ascending order; needs no other rank."""
         channel = self._channels.get(members)
         if channel is None:
             made = self._joining(members, self._whole)
@@ -304,14 +310,13 @@ class Group:
         return channel
 
     def part(self, members: tuple[int, ...]) -> "Group":
-        """Some of the ranks, of which this is one, as a group that needs nobody else.
+        """Return some of the ranks, including this one, as a group that needs no other rank.
 
-        What joins them is apart from all else that this group has, and stays for its life, or
-        until an error has broken it.
+        A part has its own connections, which stay open for the life of this group, or until an
+        error breaks the part.
 
         Args:
-            members: ranks within this group, in the order that they have in the part; the same on
-                each of them.
+            members: ranks within this group, in the order of the part; the same on each of them.
         """
         with self._lock, self._making_a_part:
             part = self._parts.get(members)
@@ -328,12 +333,12 @@ class Group:
 
     @property
     def parts(self) -> list["Group"]:
-        """The parts that this rank has called for."""
+        """The parts that this rank has created."""
         return list(self._parts.values())
 
     @property
     def process_group(self) -> Any:
-        """Torch's; a part's is the whole one.
+        """Torch's process group; for a part, that of the whole group.
 
         Raises:
             UsageError: it was destroyed.
@@ -354,7 +359,7 @@ class Group:
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Ranks in their order, as a text that no others have, and that is not too long for a key."""
+    """Return a unique text for a list of ranks that is short enough for a store key."""
     told = ",".join(map(str, ranks))
     return told if len(told) < _LISTED_MAX else f"{len(ranks)} ranks ({fingerprint(told):016x})"
 
@@ -369,7 +374,7 @@ def _living(reference: Callable[[], Any]) -> Any:
 def _close(
     whole: Channel, others: dict[tuple[int, ...], Channel], at_end: list[Callable[[], None]]
 ) -> None:
-    """Nobody can make another call; those that wait must not do so until their limits."""
+    """Close the connections of a group that is gone, so that other ranks do not wait for it."""
     say_farewell([*others.values(), *([whole] if whole.is_busy else [])])
     whole.retire()
     for callback in at_end:
@@ -377,14 +382,14 @@ def _close(
 
 
 def _nothing() -> None:
-    """Stands for a process group that there never was."""
+    """Replacement for a weak reference where there is no process group."""
 
 
 def _index(operation: str, argument: str, rank: object) -> int:
-    """A rank as a number.
+    """Return a rank as an int.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not an integer.
     """
     number = whole_number(rank)
     if number is None:
@@ -392,15 +397,16 @@ def _index(operation: str, argument: str, rank: object) -> int:
     return number
 
 
-class lane:  # noqa: N801  # used as a function, like contextlib's
-    """Let a second thread use a group: its calls in this block are a sequence of their own.
+class lane:  # noqa: N801  # used like a function, as those of contextlib
+    """Context manager that lets a second thread use a group, with its own sequence of calls.
 
-    Calls of one lane pair with the same lane's calls on the other ranks, in order, whatever other
-    threads do meanwhile. The first thread to use a group needs no lane.
+    Calls on a lane match calls on the same lane of the other ranks, in order, whatever other
+    threads do meanwhile. The first thread to use a group does not need a lane.
 
     Args:
-        name: the same on every rank. Use few names, again and again: over Gloo each keeps 32 KiB
-            for every peer, and of some hundred names two may collide, which raises UsageError.
+        name: the name of the lane, the same on every rank. Reuse a few names: over Gloo each lane
+            keeps 32 KiB per peer, and among some hundred names two may collide, which raises
+            UsageError.
 
     Examples:
         >>> import objcomm
@@ -430,13 +436,13 @@ class lane:  # noqa: N801  # used as a function, like contextlib's
 
 
 class _Groups:
-    """The state of every live process group, by the object and never by its name, which recurs."""
+    """The state of every live process group, keyed by the object, because names are reused."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
         self.solo = Group()
-        # The one that was asked for last, behind its process group; replaced as a whole. Both are
-        # weak: what is kept here must not outlive the process group.
+        # The last process group asked for, and its state. Replaced as a whole. Both references are
+        # weak, so that they do not keep the process group alive.
         self.latest: tuple[Callable[[], Any], Callable[[], Group | None]] = _nothing, _nothing
 
     def of(self, process_group: Any) -> Group:
@@ -446,7 +452,7 @@ class _Groups:
                 raise UsageError("this process group was destroyed")
             made = Group(process_group, dist.GroupMember.WORLD)
             found = self._known.setdefault(process_group, made)
-            if found is not made:  # a handler, or another thread, came first
+            if found is not made:  # a signal handler or another thread was first
                 made.let_go()
         self.latest = weakref.ref(process_group), weakref.ref(found)
         return found
@@ -461,33 +467,33 @@ _groups = _Groups()
 
 
 def known_groups() -> list[Group]:
-    """Every group, or part of one, that this process has used and that still lives."""
+    """Return all live groups that this process has used, including their parts."""
     return _groups.all()
 
 
 def solo_group() -> Group:
-    """The group of calls that were made without torch.distributed."""
+    """Return the group used for calls without torch.distributed."""
     return _groups.solo
 
 
 def resolve(group: GroupLike | Group, operation: str = "") -> Group:
-    """What ``group=`` means here; a group of objcomm's own, such as a part, means itself.
+    """Return the state for a ``group=`` argument.
 
     Args:
-        group: as the user gave it.
-        operation: what the user has called, for an error's text.
+        group: as the user gave it, or a ``Group``, such as a part, which is returned as it is.
+        operation: the name of the user's call, for error messages.
 
     Returns:
-        A world of one where torch.distributed is not initialised.
+        The group; a world of one if torch.distributed is not initialized.
 
     Raises:
-        UsageError: the environment promises other ranks, but nothing is initialised; or it is a
-            mesh of several dimensions, or no group at all.
-        NotInGroupError: this rank is no member.
+        UsageError: the environment promises other ranks, but nothing is initialized; or ``group``
+            is a mesh of several dimensions, or not a group.
+        NotInGroupError: this rank is not a member.
     """
     if isinstance(group, Group):
         return group
-    # Whoever has a world is in it, so there is nothing to ask.
+    # Every process with a default group is a member of it, so there is nothing to check.
     process_group = default_group() if group is None else None
     if process_group is None:
         process_group = group_for_call(group, operation)
@@ -502,28 +508,28 @@ def resolve(group: GroupLike | Group, operation: str = "") -> Group:
 def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world") -> bool:
     """Whether this process is the first rank of ``group``; True in a world of one.
 
-    Never communicates. Where the ranks have joined, the group tells and the environment plays no
-    part, so there is exactly one main rank. Before that a launcher's variables tell, as in
-    ``rank``.
+    Never communicates. Once the process group is initialized, only the group decides, so there is
+    exactly one main rank. Before that, the launcher's environment variables decide, as in ``rank``.
 
     Args:
         group: a process group, a one-dimensional device mesh, or None for the world.
-        scope: ``"world"`` for the first rank of all, ``"node"`` for the first one on its host. What
-            a host is ``objcomm.node_group`` finds out; if it was never called for ``group``, the
-            launcher's LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK or MPI_LOCALRANKID
-            tells for the world.
+        scope: ``"world"`` for the first rank of the group, ``"node"`` for the first rank on its
+            host. Hosts are known once ``objcomm.node_group`` was called for ``group``; without
+            that, the launcher's LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK or
+            MPI_LOCALRANKID decides, for the world only.
 
     Raises:
-        UsageError: ``scope`` is neither, or was given as ``group``; or nobody knows: it is
-            ``"node"``, or the ranks have not joined and no variable has this one's. That rank.
-        NotInGroupError: it is ``"node"``, and this rank is not a member of ``group``.
+        UsageError: ``scope`` is invalid, or was passed as ``group``; or the answer is unknown: the
+            hosts for ``"node"`` are not known, or the process group is not initialized and no
+            environment variable has the rank. Raised on that rank.
+        NotInGroupError: ``scope`` is ``"node"`` and this rank is not a member of ``group``.
 
     Examples:
         >>> import objcomm
         >>> objcomm.is_main()
         True
     """
-    if isinstance(group, str):  # it would be False on all ranks
+    if isinstance(group, str):  # otherwise the result would be False on all ranks
         raise UsageError(f"is_main: {group!r} is not a group; pass scope={group!r}")
     if scope == "world":
         if group is None and not is_initialized():
@@ -549,7 +555,7 @@ def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world
 
 def _is_main_by_launcher() -> bool:
     standing = unjoined_in(os.environ)
-    if standing.rank < 0:  # it would be False on all ranks
+    if standing.rank < 0:  # otherwise the result would be False on all ranks
         raise UsageError(
             f"is_main: {standing.promise} says that there are other ranks, but no variable says "
             "which one this is; call objcomm.init or init_process_group first"

@@ -1,7 +1,7 @@
-"""The traffic of a call, as a context: the time during which ranks wait for each other.
+"""The traffic of a call as a context manager: the phase in which ranks wait for each other.
 
-After an error in it no rank knows what the others wait for, so all are told, and every connection
-is closed: they raise too, instead of waiting.
+After an error in this phase no rank knows what the others wait for. So the error is posted for all
+ranks and all connections of the mesh are closed: the others raise, too, instead of waiting.
 """
 
 import sys
@@ -38,11 +38,13 @@ if TYPE_CHECKING:
 
 
 class Watched(Exchange):
-    """See the module; a context in which Ctrl-C ends a wait, entered again if it is confirmed.
+    """The traffic of one call; see the module docstring. Ctrl-C ends its waits.
+
+    It is entered a second time if the call is confirmed.
 
     Attributes:
-        mesh: joins the ranks.
-        is_confirmed: whether ranks tell each other afterwards how it went, in a turn of its own.
+        mesh: the mesh that connects the ranks.
+        is_confirmed: whether the ranks exchange their outcomes afterwards, in a separate round.
         is_over: whether no other rank waits for this one in this call any more.
     """
 
@@ -65,17 +67,17 @@ class Watched(Exchange):
         device: DevicePath,
         meter: Meter | None = None,
     ) -> None:
-        """Begin.
+        """Create the context without entering it.
 
         Args:
-            mesh: joins the ranks.
-            link: the mesh's.
-            lane: on which the call is made.
+            mesh: the mesh that connects the ranks.
+            link: the link of the mesh.
+            lane: the lane on which the call is made.
             entry: the call.
-            deadline: for all waits together; it counts in turns only, because a limit is for
-                waiting, not for encoding or callbacks.
+            deadline: for all waits together. It runs only while the context is entered, because a
+                timeout limits waiting, not encoding or callbacks.
             gate: signs this rank's messages and checks the others'.
-            device: moves the members that lie on an accelerator.
+            device: moves members that are on an accelerator.
             meter: counts the bytes that follow heads.
         """
         super().__init__(
@@ -86,12 +88,12 @@ class Watched(Exchange):
             self._interruptible = interruptible(mesh)
 
     def meet_first(self) -> None:
-        """Let all ranks agree on the call before anything else of it; every rank says so."""
+        """Make all ranks agree on the call before its traffic; every rank must call this."""
         self._meeting = compose(self.header, b"")
 
     @property
     def place(self) -> str:
-        """A name of this call that is the same on every rank and means no other call."""
+        """An identifier of this call that is unique and the same on every rank."""
         header = self.header
         return f"{self.mesh.nonce}/{header.lane}/{header.sequence}"
 
@@ -99,7 +101,7 @@ class Watched(Exchange):
         entry, deadline, verdict = self.entry, self._deadline, self.mesh.verdict
         if sys.is_finalizing():
             check_running(entry.operation)
-        if verdict is not None:  # while this call waited for those before it
+        if verdict is not None:  # the mesh ended while this call waited for earlier ones
             self._absolve()
             self._end_elsewhere(verdict)
             raise verdict.error(entry.operation, self.header.position)
@@ -125,7 +127,7 @@ class Watched(Exchange):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Wait no more, whatever fails meanwhile: Ctrl-C may come at any of these steps."""
+        """Leave the context, whatever fails meanwhile: Ctrl-C may hit at any of these steps."""
         try:
             try:
                 if error is None and (self.sends or self.milestones):
@@ -148,17 +150,17 @@ class Watched(Exchange):
                     self._raise_verdict(error)
             finally:
                 self.lane.end(self.entry, self._deadline)
-                error = None  # this frame is in its traceback
+                error = None  # breaks a cycle: its traceback holds this frame
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the others of an error outside of the traffic, if they wait for this call."""
+        """Report an error outside the traffic to the other ranks, if they wait for this call."""
         if not self.is_over:
             self._absolve()
-            # Ctrl-C between two steps: the others wait for a call that this rank has numbered.
+            # Ctrl-C between two steps: this call has its number, so the others wait for it.
             self.mesh.settle(self._proposal(error))
 
     def _proposal(self, error: BaseException) -> Verdict:
-        """What this rank says of an error, with the user's line."""
+        """Return this rank's verdict for an error; a failure in it gets the user's line."""
         rank, proposal = self.mesh.rank, proposal_for(error, self.mesh.rank)
         if not proposal.failures:
             return proposal
@@ -166,7 +168,7 @@ class Watched(Exchange):
         return proposal._replace(failures=(failure,))
 
     def hear(self) -> None:
-        """The program takes the error of this call, which another thread has carried out."""
+        """Record that the program takes the error of this call, which ran on another thread."""
         verdict = self.mesh.verdict
         if self._is_to_hear and verdict is not None:
             self.mesh.absolve(self.lane.owner)
@@ -174,27 +176,27 @@ class Watched(Exchange):
 
     @property
     def _is_raised_later(self) -> bool:
-        """Whether the thread that called is another one, and hears when it asks the work.
+        """Whether another thread made the call, and raises the error when it asks the ``Work``.
 
-        Until then what it begins belongs to the connections that have ended: on another rank the
-        call of the same place may have begun before they did.
+        Until then, calls that that thread begins belong to the closed connections: another rank may
+        have begun the matching call before they were closed.
         """
         lane = self.lane
         return lane.order is None and lane.owner is not threading.current_thread()
 
     def _absolve(self) -> None:
-        """The thread that called hears of it by this call, on whatever lanes it makes others."""
+        """Record that the thread that made the call raises the verdict, for all its lanes."""
         self._is_to_hear = self._is_raised_later
         if not self._is_to_hear:
             self.mesh.absolve(self.lane.owner)
 
     def _end_elsewhere(self, verdict: Verdict) -> None:
-        """End what else a verdict names; the thread that called raises it for all of that."""
+        """End a verdict's other meshes; the thread that made the call raises it for all of them."""
         owner = None if self.lane.order else self.lane.owner
         end_elsewhere(verdict, owner, is_raised=not self._is_raised_later)
 
     def _raise_verdict(self, error: BaseException) -> None:
-        """Tell all ranks of an error, and raise what they raise; return if it is ``error``."""
+        """Report an error to all ranks and raise what they raise; return if that is ``error``."""
         mesh, position, operation = self.mesh, self.header.position, self.entry.operation
         self._absolve()
         proposal = self._proposal(error)
@@ -208,6 +210,6 @@ class Watched(Exchange):
         if isinstance(error, TransportError):
             raise local(mesh, verdict, error).error(operation, position) from None
         if isinstance(error, DesyncError) and verdict.cause is Cause.DESYNC:
-            raise verdict.error(operation, position) from None  # it knows of more ranks
+            raise verdict.error(operation, position) from None  # the verdict covers more ranks
         if verdict.name != proposal.name and isinstance(error, Exception):
             raise verdict.error(operation, position) from error

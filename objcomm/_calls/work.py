@@ -1,4 +1,4 @@
-"""An operation in flight, and waiting for several."""
+"""Handles of asynchronous operations, and functions that wait for several of them."""
 
 from __future__ import annotations  # torch may be built without distributed
 
@@ -36,29 +36,29 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Waited(Protocol):
-    """What the watchdog reads of a wait.
+    """What the watchdog reads about a wait.
 
     Attributes:
-        waiter: the thread that can do nothing else before it ends; 0 if there is none.
+        waiter: ident of the thread that is blocked until the wait ends; 0 if there is none.
     """
 
     waiter: int
 
 
 class _Nobody:
-    """Stands for what is not watched, because it never waits for another rank."""
+    """Placeholder for work that is not watched because it never waits for another rank."""
 
     waiter = 0
 
 
 class Envelope(NamedTuple):
-    """What is known of a message between two ranks besides its object.
+    """The metadata of a point-to-point message.
 
     Attributes:
         src: global rank of the sender.
-        group_src: the same as a rank within the group.
-        tag: its tag.
-        nbytes: its length on the wire; 0 if this rank sent it to itself.
+        group_src: group rank of the sender.
+        tag: tag of the message.
+        nbytes: length on the wire in bytes; 0 if this rank sent it to itself.
     """
 
     src: int
@@ -68,18 +68,17 @@ class Envelope(NamedTuple):
 
 
 class Work(Generic[T_co]):
-    """An operation that was begun with ``async_op=True`` and goes on by itself.
+    """An asynchronous operation, started with ``async_op=True``, which runs in the background.
 
-    Calls of one lane are carried out in their order, as if they were made one after another, so
-    ranks may wait for them in any order. Errors, also those of other ranks, surface where the
-    result is asked for. A work that nobody ever asks is reported by a RuntimeWarning that points to
-    the line that began it.
+    Calls on one lane run in the order in which they were made, so ranks may wait for them in any
+    order. Errors, including those of other ranks, are raised when the result is requested. If the
+    result is never requested, a RuntimeWarning points to the line that started the operation.
 
-    Also an awaitable: ``scores = await objcomm.all_gather(score, async_op=True)``.
+    It is also awaitable: ``scores = await objcomm.all_gather(score, async_op=True)``.
 
     Attributes:
-        operation: its name.
-        call_site: the user's ``file:line`` that began it.
+        operation: the name of the operation.
+        call_site: the user's ``file:line`` that started it.
 
     Examples:
         >>> import objcomm
@@ -113,19 +112,19 @@ class Work(Generic[T_co]):
         envelopes: Sequence[Envelope] = (),
         on_error: Callable[[], None] | None = None,
     ) -> None:
-        """Begin.
+        """Create a work without a result.
 
         Args:
-            operation: its name.
-            call_site: the user's ``file:line`` that begins it.
-            waited: tells the watchdog which thread waits for it.
-            envelopes: filled with that of each message that a receive gets.
-            on_error: called when the program first takes its error, which it then knows of.
+            operation: the name of the operation.
+            call_site: the user's ``file:line`` that started it.
+            waited: shows the watchdog which thread waits for it.
+            envelopes: of a receive; filled with the envelope of each message received.
+            on_error: called when the program first retrieves the error.
         """
         self._envelopes = envelopes
         self._cancel: Callable[[], bool] | None = None
         self._moving: Callable[[], Awaitable | None] | None = None
-        self._signals: list[Awaitable] = []  # of threads that move what ends it
+        self._signals: list[Awaitable] = []  # set at the end, to wake threads that move its data
         self._on_error = on_error
         self.operation = operation
         self.call_site = call_site
@@ -133,17 +132,17 @@ class Work(Generic[T_co]):
         self._line: SerialExecutor | None = None
         self._is_asked = False
         self._pid = os.getpid()
-        # Not the future's own lock, which the thread that ends this work needs: a handler that
-        # interrupts a wait may itself wait for that thread.
+        # Waits do not use the future's lock, which the thread that ends this work needs: a signal
+        # handler that interrupts a wait may itself wait for that thread.
         self._ended = Signal()
         self._future: futures.Future[T_co] = futures.Future()
-        self._future.set_running_or_notify_cancel()  # nobody can cancel what others take part in
+        self._future.set_running_or_notify_cancel()  # not cancellable: other ranks take part
         self._future.add_done_callback(self._ended.set)
 
     def __dir__(self) -> list[str]:
         return [name for name in object.__dir__(self) if name[0] != "_" or name[:2] == "__"]
 
-    if not TYPE_CHECKING:  # a type checker finds the mistake by itself
+    if not TYPE_CHECKING:  # a type checker reports these mistakes itself
 
         def __iter__(self) -> NoReturn:
             raise TypeError("'Work' object is not iterable; its wait() gives the result")
@@ -168,16 +167,16 @@ class Work(Generic[T_co]):
         """Block until the operation has ended.
 
         Args:
-            timeout: how long to block, in seconds or as a timedelta; not at all if 0, without end
-                if None. When it passes the operation goes on; what ends it is the ``timeout=`` of
-                the operation.
+            timeout: how long to block, in seconds or as a timedelta; 0 does not block, None means
+                no limit. The operation continues when this timeout expires; it ends by its own
+                ``timeout=``.
 
         Returns:
-            What the operation returns when it is called without ``async_op``.
+            What the operation returns without ``async_op``.
 
         Raises:
-            TimeoutError: it is still in flight.
-            UsageError: this process was forked after the operation was begun.
+            TimeoutError: the operation is still in progress.
+            UsageError: this process was forked after the operation was started.
             ObjcommError: whatever the operation raises.
         """
         if self._pid != os.getpid() and not self.done():
@@ -195,18 +194,18 @@ class Work(Generic[T_co]):
                 )
             return self._outcome()
         finally:
-            del self  # an error's traceback holds this frame, and the work holds the error
+            del self  # breaks a cycle: the work holds the error, whose traceback holds this frame
 
     def done(self) -> bool:
-        """Whether the operation has ended, well or by an error; never blocks."""
+        """Return whether the operation has ended, with a result or an error; never blocks."""
         return self._ended.is_set
 
     @folded
     def result(self) -> T_co:
-        """What the operation returns; never blocks.
+        """Return the result of the operation; never blocks.
 
         Raises:
-            UsageError: it is still in flight.
+            UsageError: the operation is still in progress.
             ObjcommError: whatever the operation raises.
         """
         self._must_be_done()
@@ -216,10 +215,10 @@ class Work(Generic[T_co]):
             del self  # as in ``wait``
 
     def exception(self) -> BaseException | None:
-        """What the operation raises, or None if it ended well; never blocks.
+        """Return the operation's error, or None if it succeeded; never blocks.
 
         Raises:
-            UsageError: it is still in flight.
+            UsageError: the operation is still in progress.
         """
         self._must_be_done()
         self._hear()
@@ -227,12 +226,12 @@ class Work(Generic[T_co]):
 
     @property
     def envelope(self) -> Envelope:
-        """Who sent what a receive has received, with its tag and length; never blocks.
+        """Sender, tag and length of the message that a receive got; never blocks.
 
-        Also where the object could not be rebuilt.
+        Available even if the object could not be rebuilt.
 
         Raises:
-            UsageError: it is still in flight; or no message has come; or it is no receive.
+            UsageError: the operation is still in progress, or did not receive a message.
 
         Examples:
             >>> import objcomm
@@ -250,15 +249,14 @@ class Work(Generic[T_co]):
         return self._envelopes[0]
 
     def cancel(self) -> bool:
-        """Take a receive back that no message has met; never blocks.
+        """Cancel a receive that has not matched a message yet; never blocks.
 
-        Local: other ranks hear nothing of it, and the next message that comes is the next
-        receive's.
+        This is local: other ranks do not notice, and the next message goes to the next receive.
 
         Returns:
-            Whether it was taken back. If so, it is done, and to wait for it raises
-            ``concurrent.futures.CancelledError``. False if it goes on or has ended: a message has
-            met it, its wait has ended by an error, or it is no receive.
+            Whether the receive was cancelled. If so, it is done, and waiting for it raises
+            ``concurrent.futures.CancelledError``. False if a message has matched it, if it has
+            ended with an error, or if the operation is not a receive.
 
         Examples:
             >>> import objcomm
@@ -277,17 +275,17 @@ class Work(Generic[T_co]):
             return (yield from asyncio.wrap_future(self._future).__await__())
         except BaseException as error:
             fold(error)
-            if error is self._error():  # who is cancelled may never see it
+            if error is self._error():  # a cancelled task may never get the work's own error
                 self._hear()
             raise
         finally:
             del self  # as in ``wait``
 
     def carry_out(self, body: Callable[[], T_co]) -> None:
-        """End by what ``body`` returns or raises; objcomm's own business."""
+        """Run ``body`` and end with its result or exception. Internal."""
         try:
             result = body()
-        except BaseException as error:  # noqa: BLE001  # raised where somebody waits
+        except BaseException as error:  # noqa: BLE001  # raised by the thread that waits
             fold(error)
             self._future.set_exception(error)
         else:
@@ -297,13 +295,13 @@ class Work(Generic[T_co]):
             self._cancel = self._moving = None
             for each in self._signals:
                 each.set()
-            del self, body  # an error's traceback holds this frame
+            del self, body  # as in ``wait``
 
     def carry_out_here(self, body: Callable[[], T_co]) -> Self:
-        """The same; returns the work.
+        """Do what ``carry_out`` does, and return the work. Internal.
 
-        Whoever calls this keeps the work in no variable of its own: an error's traceback holds the
-        frames of all who called, and the work holds the error.
+        The caller must not keep the work in a local variable: an error's traceback holds the
+        frames of all callers, and the work holds the error.
         """
         try:
             self.carry_out(body)
@@ -312,41 +310,41 @@ class Work(Generic[T_co]):
             del self, body
 
     def moved_by(self, moving: Callable[[], Awaitable | None]) -> None:
-        """Let a wait move what ends it: see ``Connections.signal``; objcomm's own business."""
+        """Let a waiting thread move this work's data; see ``Connections.signal``. Internal."""
         self._moving = moving
         if self.done():
             self._moving = None
 
     def cancelled_by(self, cancel: Callable[[], bool]) -> None:
-        """Let ``cancel`` take it back as long as it goes on; objcomm's own business."""
+        """Let ``cancel`` cancel the operation until it has ended. Internal."""
         self._cancel = cancel
         if self.done():
             self._cancel = None
 
     def carry_out_on(self, line: SerialExecutor, body: Callable[[], T_co]) -> None:
-        """The same on another thread, with this thread's context, modes, device and stream."""
+        """Do what ``carry_out`` does on another thread; see ``job``. Internal."""
         self._line = line
         try:
             line.submit(self.job(body))
-        except BaseException:  # Ctrl-C, or there can be no more threads
+        except BaseException:  # Ctrl-C, or no more threads can be started
             self.disown()
             raise
 
     def disown(self) -> None:
-        """The caller gets no work: that nobody waits for it is no fault."""
+        """Suppress the warning about a work never waited for: the caller does not get it."""
         self._is_asked = True
 
     def job(self, body: Callable[[], T_co]) -> Callable[[], None]:
-        """What another thread is to do later, with this thread's context, modes and stream."""
+        """Return a job for another thread, with this thread's context, modes, device and stream."""
         context, device = contextvars.copy_context(), DevicePlace()
         is_inference, has_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
         def rest() -> T_co:
-            # torch keeps these for each thread, and an operator of a reduction computes.
+            # Torch keeps these per thread, and the operator of a reduction may compute.
             with device, torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
                 return body()
 
-        # No function of its own: an error's traceback would hold its frame, and so the work.
+        # A partial and not a function: an error's traceback would hold its frame, and so the work.
         return functools.partial(context.run, self.carry_out, rest)
 
     def _has_ended_within(self, seconds: float | None) -> bool:
@@ -355,7 +353,7 @@ class Work(Generic[T_co]):
                 f"{self.operation} at {self.call_site} comes after the call whose callback waits "
                 "for it; wait for it after that call"
             )
-        # A thread whose wait has a limit can do something else before the operation ends.
+        # A thread whose wait has a timeout may do something else before the operation ends.
         self._waited.waiter = threading.get_ident() if seconds is None else 0
         try:
             if seconds is not None and seconds <= SUSPICIOUS_SECONDS:
@@ -369,7 +367,7 @@ class Work(Generic[T_co]):
             self._waited.waiter = 0
 
     def _ended_on_this_thread(self) -> Awaitable:
-        """What a wait waits for, while it moves what ends it, if that can be."""
+        """Return what to wait on: if possible, a signal whose wait also moves this work's data."""
         moving = self._moving
         signal = None if moving is None else moving()
         if signal is None:
@@ -392,11 +390,11 @@ class Work(Generic[T_co]):
             del self  # as in ``wait``
 
     def _hear(self) -> None:
-        """The program takes the error, if there is one."""
+        """Record that the program retrieves the error, if there is one."""
         on_error = self._on_error
         if on_error is not None and self._pid == os.getpid():
             on_error()
-        self._on_error = None  # last: whoever asks meanwhile, or after Ctrl-C, has heard as well
+        self._on_error = None  # last, so that it is called again if Ctrl-C interrupts the call
 
     def _error(self) -> BaseException | None:
         return self._future.exception() if self.done() else None
@@ -415,24 +413,24 @@ class Work(Generic[T_co]):
         )
 
 
-# Of thousands of works so many say which thread waits for them: that would be done at each end.
+# At most this many works show which thread waits for them, which is repeated at each completion.
 _NOTED_MAX = 64
 
 
 def as_completed(works: Iterable[Work[T]], timeout: Timeout = None) -> Iterator[Work[T]]:
-    """Give each work when it has ended, the first to end first.
+    """Yield each work when it has ended, in order of completion.
 
-    Local: other ranks may wait in another order, or not at all.
+    This is local: other ranks may wait in another order, or not at all.
 
     Args:
-        works: what to wait for.
-        timeout: for all together, in seconds or as a timedelta; without end if None.
+        works: the works to wait for.
+        timeout: for all together, in seconds or as a timedelta; None means no limit.
 
     Yields:
-        Works that are done; ``result()`` gives or raises.
+        Works that are done, so ``result()`` returns or raises immediately.
 
     Raises:
-        TimeoutError: some are still in flight; they go on.
+        TimeoutError: some works are still in progress. They continue.
 
     Examples:
         >>> import objcomm
@@ -452,12 +450,12 @@ def as_completed(works: Iterable[Work[T]], timeout: Timeout = None) -> Iterator[
         if future is None:
             return
         work = by_future.pop(future)
-        work._ended.wait()  # noqa: SLF001  # likewise; who has ended it is about to say so to all
+        work._ended.wait()  # noqa: SLF001  # likewise; set right after the future
         yield work
 
 
 def _limit_of(name: str, timeout: Timeout) -> float | None:
-    """A limit in seconds, if there is one; unlike an operation's it may be 0."""
+    """Return a timeout in seconds, or None for no limit; unlike an operation's it may be 0."""
     if timeout is None:
         return None
     if not isinstance(timeout, bool) and timeout in (0, timedelta(0)):
@@ -479,7 +477,7 @@ def _checked(name: str, works: Iterable[Work[T]]) -> list[Work[T]]:
 
 @contextlib.contextmanager
 def _awaiting(works: Iterable[Work[Any]]) -> Iterator[None]:
-    """Let whoever watches know that this thread can do nothing else."""
+    """Show the watchdog that this thread is blocked until one of ``works`` ends."""
     waited = [work._waited for work in works if not work.done()]  # noqa: SLF001  # as above
     for each in waited:
         each.waiter = threading.get_ident()
@@ -491,21 +489,21 @@ def _awaiting(works: Iterable[Work[Any]]) -> Iterator[None]:
 
 
 def wait_all(works: Iterable[Work[T]], timeout: Timeout = None) -> list[T]:
-    """Wait until all have ended.
+    """Wait until all works have ended.
 
-    Local: other ranks may wait in another order, or not at all.
+    This is local: other ranks may wait in another order, or not at all.
 
     Args:
-        works: what to wait for.
-        timeout: for all together, in seconds or as a timedelta; without end if None.
+        works: the works to wait for.
+        timeout: for all together, in seconds or as a timedelta; None means no limit.
 
     Returns:
-        Their results, in the order of ``works``.
+        The results, in the order of ``works``.
 
     Raises:
-        TimeoutError: some are still in flight; they go on.
-        ObjcommError: some have failed: the first one's error, after all have ended. The others'
-            are still there to be asked for.
+        TimeoutError: some works are still in progress. They continue.
+        ObjcommError: the error of the first work in ``works`` that failed, raised after all have
+            ended. Errors of other works remain available from them.
 
     Examples:
         >>> import objcomm
@@ -524,7 +522,7 @@ def wait_all(works: Iterable[Work[T]], timeout: Timeout = None) -> list[T]:
             try:
                 results.append(waiting[at].wait(left))
             except BaseException as error:
-                if not waiting[at].done():  # the limit, or Ctrl-C
+                if not waiting[at].done():  # the timeout, or Ctrl-C
                     raise
                 first = first or error
         if first is not None:
@@ -536,34 +534,34 @@ def wait_all(works: Iterable[Work[T]], timeout: Timeout = None) -> list[T]:
 
 
 class DevicePlace:
-    """A device and a stream that another thread goes on with: as a rule those of the caller.
+    """A context manager that sets device and stream on another thread, usually to the caller's.
 
-    They are of the one accelerator that torch's generic functions know.
+    Both belong to the accelerator that torch's generic functions use.
     """
 
     def __init__(self, stream: torch.Stream | None = None) -> None:
-        """Begin.
+        """Remember a stream and its device.
 
         Args:
-            stream: and its device; the calling thread's current ones if None.
+            stream: the stream; if None, the calling thread's current stream and device.
         """
         self._stream = stream
         self._before: torch.Stream | None = None
         self._device: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         accelerator = torch.accelerator.current_accelerator()
         if stream is None and accelerator is not None:
-            # Not there: a module that was not imported, a driver, or what it was to be asked.
+            # Raised if the device's module is not imported, or lacks a driver or the attribute.
             with contextlib.suppress(AttributeError, RuntimeError):
                 module: Any = torch.get_device_module(accelerator)
-                # Before its first use nothing is on a device, the first one is current, and to ask
-                # would be that use. A module that does not say so has nothing that begins then.
+                # Before its first use no data is on the device, and asking for the stream would
+                # initialize it. A module without is_initialized needs no initialization.
                 if getattr(module, "is_initialized", _is_ready)():
                     self._stream = torch.accelerator.current_stream()
 
     def __enter__(self) -> None:
         if self._stream is None:
             return
-        # Leaving it makes no context on the device that was current before, if there is none.
+        # On exit, this does not create a context on the previous device if that has none.
         self._device = torch.accelerator.device_index(self._stream.device_index)
         self._device.__enter__()
         self._before = torch.accelerator.current_stream(self._stream.device_index)
@@ -582,13 +580,14 @@ class DevicePlace:
 
 
 def stream_beside(*, after_current: bool) -> torch.Stream | None:
-    """A new stream on the current device, for what the current one need not wait for.
+    """Create a stream on the current device for work that the current stream does not wait for.
 
     Args:
-        after_current: whether what is queued there comes after all that the current stream has now.
+        after_current: whether work on the new stream starts after all work that is queued on the
+            current stream now.
 
     Returns:
-        None where torch knows no accelerator, or one without streams.
+        The stream; None if torch has no accelerator, or one without streams.
     """
     accelerator = torch.accelerator.current_accelerator()
     try:

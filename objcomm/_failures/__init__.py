@@ -1,4 +1,5 @@
-"""No wait is a silent one: who is alive, who waits for whom, and why connections ended.
+"""Failure detection: which ranks are alive, which rank waits for which, why connections ended.
 
-Knows processes, connections and the store; nothing of the objects that a call moves.
+This package knows about processes, connections and the store, but not about the objects that a
+call moves. Its purpose is that no call ever hangs silently.
 """

@@ -1,13 +1,13 @@
-"""Whether all ranks made matching calls, checked by ranks that are not waiting for each other.
+"""Check that all ranks made matching calls, even where no rank waits for another.
 
-A rank that only sends, such as the source of a broadcast, never looks at what came. What another
-rank has sent for a call lies unread on the connection then, and shows that the two made different
-calls: the watchdog compares it with this rank's own calls while they go on, and once more when this
-rank needs the connections no longer. At that time ranks compare how many calls each has made, too:
-each leaves that in the store, with who it is.
+A rank that only sends, such as the source of a broadcast, never reads what its peers sent. If a
+peer made a different call, its message stays unread on the connection. The watchdog compares such
+messages with this rank's own calls while the program runs, and once more when this rank no longer
+needs the connections. At that point the ranks also compare how many calls each has made; each rank
+publishes its count in its process record in the store.
 
-Nothing here blames a rank that may still call: one that is ahead, a thread that the end of its
-program cuts off, or a call that is under way.
+No rank is blamed if it may still make the missing call: a rank that is ahead, a thread cut off by
+the end of the program, or a call in progress.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -40,16 +40,16 @@ _UNMADE = "one rank made a call that another never made"
 # Larger groups' members are not published with their calls.
 _MOST_LISTED = 64
 
-#: What was found at an end and that this process has yet to raise, by the mesh's name.
+#: Mismatches found at the end of a mesh that have not been raised yet, by the mesh's nonce.
 _found: dict[str, DesyncError] = {}
 
 _compared: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
 def contradiction(mesh: Mesh) -> tuple[Lane, Verdict] | None:
-    """What to say where a rank has sent something for a call that this rank has made otherwise.
+    """Return a verdict if an unread message belongs to a call that this rank made differently.
 
-    Costs nothing where no message waits. A rank that is ahead contradicts nothing.
+    Costs nothing if no message is unread. A rank that is ahead does not contradict anything.
     """
     for lane, theirs in _unread(mesh):
         mine = None if lane is None else _call(mesh, lane, theirs.sequence)
@@ -65,14 +65,14 @@ def contradiction(mesh: Mesh) -> tuple[Lane, Verdict] | None:
 
 
 def retire(mesh: Mesh, reason: str) -> None:
-    """Close connections that nothing uses any more, and note what came and was never asked for.
+    """Close connections that are no longer needed, and record messages that no call received.
 
-    What comes later is refused, so its sender raises: no message is missed between the check and
+    Later messages are refused, so their senders raise. No message can slip between the check and
     the close.
 
     Args:
-        mesh: which; nothing is done where it joins two ranks, or has ended.
-        reason: why this rank needs it no longer.
+        mesh: the mesh to close. A mesh of two ranks, or one that never connected, is left alone.
+        reason: why this rank no longer needs it.
     """
     link = mesh.link
     if link is None or mesh.whole is not None:
@@ -87,18 +87,19 @@ def retire(mesh: Mesh, reason: str) -> None:
         found = mesh.verdict
     if found is not None and found.cause is Cause.DESYNC and _is_owed(mesh):
         _note(mesh, found)
-    if reason == PROGRAM_ENDED:  # an exit handler from before objcomm was imported may call
+    # An exit handler registered before objcomm was imported runs later and may still make calls.
+    if reason == PROGRAM_ENDED:
         for lane in tuple(mesh.lanes.values()):
             lane.owes = False
 
 
 class Comparison(NamedTuple):
-    """What a rank that needs a mesh no longer compares with those that have ended before.
+    """Calls that a leaving rank compares with those of the ranks that left before it.
 
     Attributes:
-        mesh: of the calls.
-        mine: what this rank publishes of them.
-        is_any_closed: whether another rank has closed its connections by then.
+        mesh: the mesh over which the calls were made.
+        mine: the summary of this rank's calls that it publishes.
+        is_any_closed: whether another rank had already closed its connections.
     """
 
     mesh: Mesh
@@ -107,12 +108,12 @@ class Comparison(NamedTuple):
 
 
 def comparison(mesh: Mesh, left_by: str = "", failure: str = "") -> Comparison | None:
-    """What to give to ``compare``; None where there is nothing, or this was done before.
+    """Return the input of ``compare``; None if there is nothing to compare, or it was done before.
 
     Args:
-        mesh: of the calls.
-        left_by: how and at which line this rank leaves it.
-        failure: the error by which it does.
+        mesh: the mesh over which the calls were made.
+        left_by: how this rank leaves it, and at which line.
+        failure: the error that makes this rank leave, if any.
     """
     link = mesh.link
     has_left = mesh.verdict is None or mesh.verdict.reason in FAREWELLS
@@ -124,17 +125,17 @@ def comparison(mesh: Mesh, left_by: str = "", failure: str = "") -> Comparison |
 
 
 def compare(comparisons: Sequence[Comparison], board: Board) -> None:
-    """Publish this rank's calls and compare them with those of ranks that ended before.
+    """Publish this rank's calls and compare them with those of ranks that left before it.
 
-    Every rank that ends well compares; the lowest one is compared with all others. Each first
-    publishes and then looks, so of two that end at the same time one sees the other. A rank that
-    ends by an error only publishes, for those that wait for it.
+    The lowest rank compares itself with all others, and every other rank with the lowest. Each rank
+    publishes before it reads, so if two ranks leave at the same time, at least one sees the other.
+    A rank that leaves because of an error only publishes, for the ranks that wait for it.
     """
     board.tell_calls([each.mine for each in comparisons])
     for mesh, mine, is_any_closed in comparisons:
         if mine.failure:
             continue
-        silent = contextlib.suppress(StoreSilentError, RuntimeError)  # it may have ended
+        silent = contextlib.suppress(StoreSilentError, RuntimeError)  # the store may be gone
         with logged("could not check whether all ranks made the same calls"), silent:
             found = _difference_to_others(board, mesh, mine, is_any_closed=is_any_closed)
             if found is not None:
@@ -157,7 +158,7 @@ def _difference_to_others(
 
 
 def difference(mine: GroupCalls, theirs: GroupCalls) -> Verdict | None:
-    """What to say where two ranks that have ended did not make the same calls."""
+    """Return the verdict on two ranks that have left after different calls; None if they match."""
     own, other = ({each.number: each for each in calls.lanes} for calls in (mine, theirs))
     for number in sorted({*own, *other}):
         here, there = own.get(number), other.get(number)
@@ -176,7 +177,7 @@ def difference(mine: GroupCalls, theirs: GroupCalls) -> Verdict | None:
 
 
 def taken() -> DesyncError | None:
-    """What was found at an end, which the caller raises; None where all calls went together."""
+    """Remove and return a recorded mismatch, for the caller to raise; None if all calls matched."""
     errors = list(_found.values())
     _found.clear()
     return errors[0] if errors else None
@@ -192,24 +193,25 @@ def _note(mesh: Mesh, found: Verdict) -> None:
     if not isinstance(error, DesyncError) or mesh.nonce in _found:
         return
     _found[mesh.nonce] = error
-    if threading.main_thread().is_alive():  # else the program ends, and says so
+    if threading.main_thread().is_alive():  # otherwise the program is ending and reports it itself
         log.error("group %r: %s", mesh.name, error, extra=mesh.labels)
 
 
 def _unread(mesh: Mesh) -> Iterator[tuple[Lane | None, Header]]:
-    """Headers of first messages that have come and that no call has taken, with their lanes."""
+    """Yield the header of each unread message with its lane; None if this rank has not used it."""
     if mesh.link is None or mesh.whole is not None:
         return
     lanes = {lane.number: lane for lane in tuple(mesh.lanes.values())}
     for head in mesh.link.unread():
-        with contextlib.suppress(WireError):  # damaged, or being filled: its call will say so
+        # A header may be damaged or incomplete; the call that receives it reports that.
+        with contextlib.suppress(WireError):
             header = Header.unpack(head)
             if header.group == mesh.number:
                 yield lanes.get(header.lane), header
 
 
 def _call(mesh: Mesh, lane: Lane, sequence: int) -> CallRecord | None:
-    """This rank's call of that number, as far as it is remembered."""
+    """Return this rank's call with that sequence number; None if it is no longer remembered."""
     for each in tuple(lane.past):
         if each.header.sequence == sequence:
             return each
@@ -224,7 +226,7 @@ def _call(mesh: Mesh, lane: Lane, sequence: int) -> CallRecord | None:
 
 
 def _unmade(mesh: Mesh) -> Verdict | None:
-    """What to say where another rank has made a call that this rank never will."""
+    """Return a verdict if another rank has made a call that this rank will never make."""
     for lane, theirs in sorted(_unread(mesh), key=lambda each: each[1].sequence):
         is_made = lane is not None and theirs.sequence < lane.sequence
         is_open = _may_be_begun(theirs.lane) and not is_single() if lane is None else _is_open(lane)
@@ -250,19 +252,19 @@ def _step(lane: Lane) -> tuple[int, ...]:
 
 
 def _may_be_begun(number: int) -> bool:
-    """Whether another thread than the main one may begin to use a lane: one that has a name."""
+    """Whether a thread other than the main one may start using the lane: only a named lane."""
     return number != fingerprint("") % (1 << LANE_BITS)
 
 
 def _is_open(lane: Lane) -> bool:
-    """Whether a thread may have been about to make the next call when the end cut it off."""
+    """Whether the end of the program may have cut off a thread before its next call."""
     here = threading.main_thread(), threading.current_thread()
     return lane.is_busy or (lane.owner not in here and lane.owner.is_alive())
 
 
 def _is_owed(mesh: Mesh) -> bool:
-    """Whether some thread that still can raise what ended the mesh has yet to do so."""
-    main = threading.main_thread()  # not alive any more where the interpreter ends
+    """Whether a thread that can still raise the verdict on the mesh has not raised it yet."""
+    main = threading.main_thread()  # no longer alive while the interpreter shuts down
     lanes = tuple(mesh.lanes.values())
     return not lanes or any(
         lane.owes and (lane.owner is main or lane.owner.is_alive()) for lane in lanes

@@ -1,8 +1,9 @@
-"""What joins some ranks of one group for all of its life: one mesh after another.
+"""Channels: a channel connects some ranks of a group for the group's whole life.
 
-Lets one call at a time in on each lane, and renews the mesh after a verdict that all ranks outlive.
-A group has one channel for all of its ranks, and one for each pair that sends from rank to rank:
-the two need nobody else to be there, and what ends their connections ends nobody else's.
+It admits one call at a time to each lane, and creates a new mesh after a recoverable verdict. A
+group has one channel for all of its ranks, and one for each pair of ranks that exchanges
+point-to-point messages. A pair connects without waiting for other ranks, and a failure of its
+connections does not affect those of other ranks.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -37,10 +38,10 @@ if TYPE_CHECKING:
 
 
 class Channel:
-    """See the module; every method may be called from any thread.
+    """A succession of meshes between the same ranks; see the module docstring. Thread-safe.
 
     Attributes:
-        members: the ranks that it joins, as ranks within the group.
+        members: the ranks that it connects, as group ranks.
         global_ranks: the same as global ranks.
     """
 
@@ -56,17 +57,17 @@ class Channel:
         history: History,
         whole: Channel | None,
     ) -> None:
-        """Begin.
+        """Create a channel without a mesh.
 
         Args:
-            name: the group's, or that of some of its ranks; the same on each of them.
-            process_group: the user's group; raises UsageError once it was destroyed.
-            world: the group of all ranks.
+            name: the name of the group, or of the list of ranks; the same on each of them.
+            process_group: returns the user's group; raises UsageError once it is destroyed.
+            world: returns the group of all ranks.
             ranks: the group's global ranks.
-            rank: this process's rank within the group.
-            members: the ranks to join, as ranks within the group.
+            rank: this process's group rank.
+            members: the ranks to connect, as group ranks.
             history: the group's calls on this rank.
-            whole: what joins all of the group's ranks, if this joins two of them.
+            whole: the channel of the whole group, if this one connects a pair.
         """
         self.members = members
         self.global_ranks = tuple(ranks[member] for member in members)
@@ -80,13 +81,13 @@ class Channel:
         self._lock = threading.RLock()
         self._change = Alone("a call of this group")
         self._mesh: Mesh | None = None
-        # Those that were replaced while a thread had yet to raise what ended them.
+        # Replaced meshes whose verdict some thread has yet to raise.
         self._owed: list[Mesh] = []
 
     def join(self, operation: str, deadline: Deadline, call_site: str) -> None:
-        """Connect now what the first call would connect; every member must call this.
+        """Connect now instead of in the first call; every member must call this.
 
-        As ``admit`` and ``connect``, with their errors, but no thread has taken a lane afterwards.
+        Does what ``admit`` and ``connect`` do, with their errors, but leaves no lane taken.
         """
         mesh, lane = self.admit(operation, "")
         if mesh.link is None:
@@ -103,34 +104,36 @@ class Channel:
         *,
         raises_later: bool = False,
     ) -> tuple[Mesh, Lane]:
-        """The connections, to be made by ``connect`` if there are none yet, and the thread's lane.
+        """Return the mesh for a call, which ``connect`` may still have to connect, and its lane.
 
         Args:
-            operation: for an error's text.
-            lane_name: of the calling thread's lane.
+            operation: the operation, for error messages.
+            lane_name: the name of the calling thread's lane.
             order: given if any thread may use the lane.
-            raises_later: whether the call leaves what its thread has yet to raise to its work, or
-                to the next call.
+            raises_later: whether a verdict that the thread has yet to raise is left to the call's
+                ``Work``, or to the next call.
 
         Returns:
-            A mesh and a lane. With ``raises_later`` the mesh has ended if the thread has yet to
-            raise why: on another rank the call of the same place may have begun before.
+            A mesh and a lane. With ``raises_later``, this may be a mesh that has ended and whose
+            verdict the thread has yet to raise: another rank may have begun the matching call
+            before the verdict.
 
         Raises:
             BrokenGroupError: an earlier error has closed the connections for good.
-            ObjcommError: what has closed them since this thread's last call; the next is served.
-            UsageError: the group is destroyed, another thread has the lane, or this one has it and
-                waits for a callback.
+            ObjcommError: the connections were closed since this thread's last call. Its next call
+                is admitted.
+            UsageError: the group is destroyed, another thread owns the lane, or this thread is
+                inside another call on it, for example in a callback.
         """
         mesh = self._mesh
         if mesh is None or mesh.verdict is not None or self._owed:
-            if mesh is not None:  # one that has ended, and a call on it perhaps has not
+            if mesh is not None:  # the mesh may have ended while a call on it has not
                 _refuse_inside(operation, mesh.lanes.get(lane_name))
             mesh = self._settled(operation, raises_later=raises_later)
         lane = mesh.lanes.get(lane_name)
         if order is not None:
             return mesh, lane or self._taken(operation, mesh, lane_name, order)
-        # One on which nothing is under way is nobody's to refuse.
+        # A lane without a call in progress need not be checked.
         if lane is None or lane.begun_at or lane.entry is not None or lane.line is not None:
             _refuse_inside(operation, lane)
         if lane is None or lane.owner is not threading.current_thread():
@@ -147,7 +150,7 @@ class Channel:
         *,
         caller: CallRecord | None = None,
     ) -> None:
-        """Wait until every member has come and ``mesh`` is connected; see ``Mesh.connect``."""
+        """Wait until every member has joined and ``mesh`` is connected; see ``Mesh.connect``."""
         try:
             mesh.connect(self.store(), deadline, lane, operation, call_site, caller=caller)
         except ObjcommError:
@@ -157,19 +160,19 @@ class Channel:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The one that is in use, or the last one."""
+        """The mesh in use, or the last one; None before the first."""
         return self._mesh
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call waits on it, or is in flight."""
+        """Whether a call is in progress on it."""
         mesh = self._mesh
         return mesh is not None and any(lane.is_busy for lane in tuple(mesh.lanes.values()))
 
     def retire(self) -> None:
-        """Close what nobody uses any more, now that this process has destroyed the group."""
+        """Close the connections after this process has destroyed the group."""
         mesh = self._mesh
-        if mesh is None or sys.exc_info()[1] is not None:  # that error is the one to be told
+        if mesh is None or sys.exc_info()[1] is not None:  # report only that exception
             return
         with logged("could not check whether all ranks made the same calls"):
             comparison = audit.comparison(mesh)
@@ -179,16 +182,16 @@ class Channel:
 
     @property
     def is_broken(self) -> bool:
-        """Whether it can carry no more objects."""
+        """Whether it is closed for good."""
         mesh = self._mesh
         return mesh is not None and mesh.verdict is not None and not mesh.can_be_replaced
 
     def absolve(self, verdict: Verdict) -> None:
         """End the connections by a verdict that the calling thread raises elsewhere.
 
-        It stands for what had ended them before as well: on the other ranks, too, it is the last
-        that such a thread raises before it goes on. Other threads raise what has ended them in
-        their next calls, as they do on the other ranks.
+        It also covers earlier verdicts that the calling thread has not raised yet: on every rank,
+        this verdict is the last one that the thread raises before it continues. Other threads raise
+        what ended the connections in their next calls, as they do on the other ranks.
         """
         mesh = self._mesh
         if mesh is None or (mesh.verdict is None and self._is_clear_of(mesh, verdict)):
@@ -201,11 +204,11 @@ class Channel:
                 each.absolve(threading.current_thread())
 
     def _is_clear_of(self, mesh: Mesh, verdict: Verdict) -> bool:
-        """Whether the other rank of a pair may have joined ``mesh`` when this was over for it."""
+        """Whether the other rank of a pair may have joined ``mesh`` after it raised ``verdict``."""
         return self._whole is not None and (mesh.link is None or mesh.outlives == verdict.name)
 
     def store(self) -> dist.Store:
-        """Where the ranks of the world meet."""
+        """Return the store of the world."""
         store: dist.Store = store_of(self._world())
         return store
 
@@ -214,7 +217,7 @@ class Channel:
         return "-".join(map(str, self.members))
 
     def _settled(self, operation: str, *, raises_later: bool) -> Mesh:
-        """A mesh that nothing has ended, once the thread has raised what ended the last one."""
+        """Return a mesh that has not ended, after raising verdicts that this thread still owes."""
         thread = threading.current_thread()
         with self._lock, self._change:
             self._owed = [each for each in self._owed if each.is_owed]
@@ -232,9 +235,10 @@ class Channel:
             return mesh
 
     def _renewed(self, operation: str, ended: Mesh | None) -> Mesh:
-        """A new mesh in the place of one that has ended."""
+        """Create a mesh to replace one that has ended."""
         if ended is not None and ended.verdict is not None:
-            if ended.verdict.is_store_silent:  # the others may have another one by now
+            # The other ranks may have agreed on another verdict: wait for the job that reads it.
+            if ended.verdict.is_store_silent:
                 with contextlib.suppress(StoreSilentError):
                     ended.board_thread.call(lambda _: None)
             if not ended.can_be_replaced:
@@ -251,7 +255,7 @@ class Channel:
             history=self._history,
             board_thread=board_thread_of(self._world()),
             members=self.members,
-            # Not by ``self``, which holds the mesh: a cycle would keep its connections open.
+            # Must not hold ``self``, which holds the mesh: a cycle would keep connections open.
             whole=None if self._whole is None else functools.partial(_mesh_of, self._whole),
             is_destroyed=functools.partial(_is_destroyed, self._process_group),
             end_unconnected=end_unconnected,
@@ -264,7 +268,7 @@ class Channel:
     def _taken(
         self, operation: str, mesh: Mesh, name: str, order: TicketQueue | None = None
     ) -> Lane:
-        """The lane of that name for the calling thread."""
+        """Return the lane of that name, now owned by the calling thread."""
         thread = threading.current_thread()
         with self._lock, self._change:
             lane = mesh.lanes.get(name) or self._new_lane(mesh, name, thread, order)
@@ -290,10 +294,10 @@ class Channel:
 
 
 def _refuse_inside(operation: str, lane: Lane | None) -> None:
-    """Refuse a call of a thread that is in another one on the same lane.
+    """Refuse a call by a thread that is inside another call on the same lane.
 
     Raises:
-        UsageError: it is.
+        UsageError: the thread is inside such a call.
     """
     caller = "" if lane is None else lane.caller
     if lane is not None and caller and lane.entry is None and not _is_inside():
@@ -307,7 +311,7 @@ def _refuse_inside(operation: str, lane: Lane | None) -> None:
 
 
 def _is_inside() -> bool:
-    """Whether what calls objcomm here has itself been called by a call of objcomm's."""
+    """Whether the code that calls objcomm here was itself called by objcomm."""
     frame, has_left = sys._getframe(), False  # noqa: SLF001  # documented by CPython
     while frame.f_back is not None:
         frame = frame.f_back
@@ -320,7 +324,7 @@ def _is_inside() -> bool:
 
 
 def say_farewell(channels: Iterable[Channel]) -> None:
-    """End the connections of a group that is no more, and let the other ranks know why."""
+    """End the connections of a garbage-collected group, and post the reason for other ranks."""
     verdicts: dict[Mesh, Verdict] = {}
     for channel in channels:
         mesh = channel.mesh
@@ -332,10 +336,10 @@ def say_farewell(channels: Iterable[Channel]) -> None:
             if mesh.link is not None and mesh.verdict is None:
                 mesh.stop(board.propose(mesh.nonce, verdict), board)
 
-    # All in one: where the world has gone as well, the board's thread does no second job.
+    # One job for all: if the world is gone as well, the board's thread runs no second job.
     for board_thread in {mesh.board_thread for mesh in verdicts}:
         with contextlib.suppress(StoreSilentError):
-            board_thread.call(tell, FAREWELL_SECONDS)  # a question may keep it for 1.2 s
+            board_thread.call(tell, FAREWELL_SECONDS)  # another job may keep it busy for 1.2 s
     for mesh, verdict in verdicts.items():
         mesh.stop(verdict._replace(is_store_silent=True))
 

@@ -1,8 +1,8 @@
-"""Where each process is, on every lane it uses, and whether a wait can ever end: no traffic.
+"""Snapshots of what each process waits for, and the search for waits that can never end.
 
-A wait can't end if the awaited rank makes another call where this one is made, or if following who
-waits for whom leads in a circle. Whoever computes outside of objcomm may still come, so waiting
-for that is no conflict.
+A wait can never end if the awaited rank makes a different call in its place, or if following the
+chain of awaited ranks leads back to its start. A rank that computes outside objcomm may still make
+the call, so waiting for it is not a deadlock. This module causes no traffic itself.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,56 +12,57 @@ from objcomm._observe.stacks import Running
 from objcomm._wire.header import Operation
 from objcomm.errors import CIRCLE, NO_MATCH, OTHER_OPTIONS, Position
 
-#: The number of the call in which a group's ranks meet: before all others.
+#: The sequence number of the rendezvous of a group's ranks, which precedes all calls.
 MEETING = -1
 
-# In these each rank's first wait is for those that come to it along the tree.
+# In these operations each rank first waits for its children in the tree.
 _GATHERED_FIRST = frozenset({Operation.BARRIER, Operation.ALL_GATHER})
 
-# Who waited where a circle was found is told; threads that were late by a second were seen.
+# If a deadlock was found up to this long ago, other waits on its groups are assumed to be about to
+# end. Threads that were a second late have been observed.
 _HEARD_WITHIN_SECONDS = 5.0
 
 
 class Step(NamedTuple):
-    """One call, as far as all ranks must agree on it."""
+    """The properties of one call on which all ranks must agree, and how to show it."""
 
     sequence: int
     operation: int
     root: int
     fingerprint: int
     call_site: str
-    operation_name: str = ""  # of the call that made the ranks meet, where operation is NONE
-    name: str = ""  # of the call, as far as it is shown
-    unmatched: str = ""  # messages that a receive does not match, in words
+    operation_name: str = ""  # of the call that started the rendezvous, if operation is NONE
+    name: str = ""  # the start of the call's name
+    unmatched: str = ""  # description of the messages that a receive does not match
 
     def agrees_with(self, other: "Step") -> bool:
-        """Whether both can be the same call; a meeting serves any."""
+        """Whether both can be the same call; a rendezvous agrees with any call."""
         if Operation.NONE in (self.operation, other.operation):
             return True
         return self[1:4] == other[1:4]
 
 
 class LaneWait(NamedTuple):
-    """One lane of one group in one process.
+    """The state of one lane of one group in one process.
 
     Attributes:
-        group: its name, the same on every rank.
-        nonce: which mesh of the group's; empty before its ranks have met.
-        number: the lane's.
-        thread: whoever owns the lane, as a number that means something in that process only.
-        waiter: the thread that can do nothing else before the call under way has ended.
-        next_sequence: calls begun so far; where any thread may send, messages sent or to be sent.
-        taken: where any thread may send, messages that have arrived; -1 on other lanes.
-        now: the call under way, if the lane is waiting.
-        awaits: the global rank that it can't go on without; -1 if none, as where the caller gave a
-            message's wait a limit of its own.
-        since: when the wait began, by that process's clock: no two waits of a lane's have the same.
-        seconds: since the wait began, or since the last call ended.
-        past: the latest calls, the one under way included, oldest first.
-        is_inside: whether the last of them has not returned though the lane does not wait: it
-            encodes, or is in a callback.
-        has_ended: whether there is a verdict on that mesh: who waits on it will be told.
-        name: the lane's, if the program has given it one.
+        group: the group's name, the same on every rank.
+        nonce: the nonce of the group's mesh; empty before its ranks have met.
+        number: the lane's number.
+        thread: ident of the thread that owns the lane, meaningful in that process only.
+        waiter: ident of the thread that is blocked until the current call ends; 0 if none.
+        next_sequence: number of calls begun; on a shared lane, of messages sent or queued.
+        taken: on a shared lane, the number of messages received; -1 on other lanes.
+        now: the current call, if the lane is waiting.
+        awaits: the global rank without which it cannot continue; -1 if there is none, for example
+            if the caller gave a receive its own timeout.
+        since: when the wait began, by that process's clock; unique among the lane's waits.
+        seconds: time since the wait began, or since the last call ended.
+        past: the latest calls including the current one, oldest first.
+        is_inside: whether the last call has not returned although the lane is not waiting: it
+            is encoding, or in a callback.
+        has_ended: whether there is a verdict on the mesh, so its waits are about to end.
+        name: the lane's name, if the program has given it one.
     """
 
     group: str
@@ -81,20 +82,20 @@ class LaneWait(NamedTuple):
     name: str = ""
 
     def is_over(self, step: Step) -> bool:
-        """Whether a call of the lane's has returned."""
+        """Whether a call on the lane has returned."""
         is_last = self.is_inside and self.past[-1:] == (step,)
         return self.now is None and not is_last
 
 
 class Deadlock(NamedTuple):
-    """Two or more ranks whose calls can't meet.
+    """Two or more ranks whose calls can never match.
 
     Attributes:
         reason: what differs.
-        found: each rank's lane and call.
-        is_told: whether one of those ranks was sure of it, and has raised.
-        told_seconds: for how long the process that published it had known it by then.
-        told_at: since when, by that process's clock.
+        found: rank, lane state and call of each.
+        is_told: whether one of the ranks has confirmed the deadlock and raised.
+        told_seconds: how long the publishing process had known it when it published.
+        told_at: since when it knew it, by that process's clock.
     """
 
     reason: str
@@ -105,9 +106,9 @@ class Deadlock(NamedTuple):
 
     @property
     def is_of_one_lane(self) -> bool:
-        """Whether it is two calls with the same number on one lane, which both ranks remember.
+        """Whether it consists of calls with the same sequence number on one lane of one mesh.
 
-        Messages from rank to rank are no such calls, nor are meetings.
+        False for point-to-point messages and for rendezvous.
         """
         calls = {(state.nonce, state.number, step.sequence) for _, state, step in self.found}
         is_numbered = all(
@@ -117,27 +118,28 @@ class Deadlock(NamedTuple):
 
     @property
     def waits(self) -> frozenset[tuple[int, str, int, float]]:
-        """Which waits it consists of, the same whoever has found it, and when."""
+        """The waits it consists of, independent of which rank found it and when."""
         return frozenset(
             (rank, state.group, state.number, state.since) for rank, state, _ in self.found
         )
 
     def holds(self, rank: int, lane: LaneWait) -> bool:
-        """Whether ``lane`` of ``rank`` still waits where this was found."""
+        """Whether the current wait of ``lane`` on ``rank`` is one of the waits found."""
         return (rank, lane.group, lane.number, lane.since) in self.waits
 
     def ends(self, rank: int, wait: LaneWait, there: "WaitSnapshot") -> bool:
-        """Whether a wait of ``rank`` is about to end with those where this was found.
+        """Whether a wait of ``rank`` is about to end together with the waits of this deadlock.
 
-        A wait that began later is not. That process's own clock tells which is, where it knows of
-        this; else only how long each has lasted, which processes publish at different moments.
+        A wait that began after the deadlock was reported is not. If that process knows of the
+        deadlock, its own clock decides. Otherwise only the durations can be compared, and
+        processes publish them at different moments.
         """
         is_recent = self.told_seconds <= min(wait.seconds, _HEARD_WITHIN_SECONDS)
         is_beside = any(wait.group == state.group for _, state, _ in self.found)
         return is_recent and is_beside and not self._is_before(rank, wait, there)
 
     def _is_before(self, rank: int, wait: LaneWait, there: "WaitSnapshot") -> bool:
-        """Whether ``wait`` surely began after the thread, or the process, had been told of this."""
+        """Whether ``wait`` certainly began after its thread or process had learned of this."""
         if any(
             other == rank and state.waiter == wait.waiter != 0 and state.since < wait.since
             for other, state, _ in self.found
@@ -147,14 +149,14 @@ class Deadlock(NamedTuple):
 
 
 class WaitSnapshot(NamedTuple):
-    """One process.
+    """What one process waits for, as published in the store.
 
     Attributes:
-        asked: the latest question that it answers, so that a reader knows how fresh this is.
-        main_thread: the number of its main thread.
-        lanes: all of them.
-        circles: the latest ones that it was in. It has raised and waits no more, so whoever comes
-            later could not find them.
+        asked: the number of the latest question that it answers, which shows how fresh it is.
+        main_thread: ident of its main thread.
+        lanes: the states of all its lanes.
+        circles: the latest deadlocks that it was part of. It has raised and no longer waits, so a
+            rank that searches later could not find them.
         is_single: whether no thread but the main one can make calls.
         running: where its main thread and the owners of its lanes are in the program.
     """
@@ -167,19 +169,19 @@ class WaitSnapshot(NamedTuple):
     running: tuple[Running, ...] = ()
 
     def waiting_since(self, group: str, number: int, since: float) -> LaneWait | None:
-        """The state of one lane in one wait; ``None`` if that wait is over."""
+        """Return the state of a lane during one wait; ``None`` if that wait is over."""
         for lane in self.lanes:
             if (lane.group, lane.number, lane.since) == (group, number, since) and lane.now:
                 return lane
         return None
 
     def lane(self, group: str, number: int) -> LaneWait | None:
-        """The state of one lane; ``None`` if that process has not used it."""
+        """Return the state of a lane; ``None`` if that process has not used it."""
         found = (lane for lane in self.lanes if (lane.group, lane.number) == (group, number))
         return next(found, None)
 
     def waiting_of(self, thread: int) -> LaneWait | None:
-        """The lane on which a thread waits just now."""
+        """Return the state of the lane on which a thread is waiting, if any."""
         found = (lane for lane in self.lanes if lane.waiter == thread and lane.now is not None)
         return next(found, None) if thread else None
 
@@ -190,13 +192,13 @@ Fetch = Callable[[int], WaitSnapshot | None]
 def find_deadlock(  # noqa: PLR0911  # each step of the search may end it
     rank: int, mine: WaitSnapshot, start: LaneWait, fetch: Fetch
 ) -> Deadlock | None:
-    """Whether ``start``, a waiting lane of ``rank``, waits in vain.
+    """Search for a deadlock that ``start``, a waiting lane of ``rank``, is part of.
 
     Args:
-        rank: this process, as a global rank like all others here.
-        mine: its whereabouts.
+        rank: this process. All ranks here are global ranks.
+        mine: its snapshot.
         start: one of its lanes, which waits.
-        fetch: reads another rank's whereabouts; ``None`` if it does not answer.
+        fetch: reads another rank's snapshot; returns ``None`` if that rank does not answer.
     """
     holder, here, lane = rank, mine, start
     path: list[tuple[int, LaneWait, Step]] = []
@@ -234,14 +236,17 @@ def find_deadlock(  # noqa: PLR0911  # each step of the search may end it
             if any(each.group == start.group for _, each, _ in circle):
                 are_messages = all(_is_shared(each) for _, each, _ in circle)
                 return Deadlock(NO_MATCH if are_messages else CIRCLE, tuple(circle))
-            return None  # those ranks will raise, and may come here then
+            return None  # the ranks of that cycle will raise, and may then make this call
     return None
 
 
 def _serving(
     lane: LaneWait, here: WaitSnapshot, theirs: LaneWait | None, there: WaitSnapshot
 ) -> int:
-    """The thread of the awaited process that would make the call that ``lane`` waits for."""
+    """Return the thread of the awaited process that would make the call that ``lane`` awaits.
+
+    0 if that is unknown.
+    """
     if _is_shared(lane):
         return there.main_thread if there.is_single else 0
     if theirs is not None:
@@ -250,19 +255,19 @@ def _serving(
 
 
 def _is_of_one_mesh(lane: LaneWait, theirs: LaneWait, there: WaitSnapshot) -> bool:
-    """Whether two ranks' states are of one mesh, whose name not both may know yet."""
+    """Whether two ranks' states belong to one mesh. One of them may not know its nonce yet."""
     if lane.nonce == theirs.nonce:
         return True
     if _is_shared(lane):
-        # The host of two that meet knows the name first. A name that is known where nobody meets
-        # may be that of an earlier mesh.
+        # The host of the rendezvous of two ranks knows the nonce first. A nonce known to a rank
+        # that is not in a rendezvous may be that of an earlier mesh.
         return not theirs.nonce or (not lane.nonce and _is_meeting(theirs, there))
     calls = [each.now is not None and each.now.sequence for each in (lane, theirs)]
     return calls == [MEETING, MEETING] and "" in (lane.nonce, theirs.nonce)
 
 
 def _is_meeting(lane: LaneWait, there: WaitSnapshot) -> bool:
-    """Whether some call waits on that lane for its ranks to meet."""
+    """Whether a call waits on that lane for the rendezvous."""
     return any(
         each.now is not None and each.now.sequence == MEETING
         for each in there.lanes
@@ -271,17 +276,18 @@ def _is_meeting(lane: LaneWait, there: WaitSnapshot) -> bool:
 
 
 def _is_under_way(lane: LaneWait, call: Step, theirs: LaneWait, fetch: Fetch) -> bool:
-    """Whether the awaited rank has sent what ``lane`` waits for, or may be sending it."""
+    """Whether the awaited rank has sent, or may be sending, the message that ``lane`` awaits."""
     if _is_shared(lane):
         return call.operation == Operation.RECV and theirs.next_sequence > lane.taken
     return theirs.next_sequence > call.sequence and not _has_sent_nothing(call, theirs, fetch)
 
 
 def _has_sent_nothing(call: Step, theirs: LaneWait, fetch: Fetch) -> bool:
-    """Whether the awaited rank is in the same call, and waits for one that has not begun it.
+    """Whether the awaited rank is in the same call, and waits for a rank that has not begun it.
 
-    A call that gathers along a tree, and then goes back along it, has sent nothing by then to ranks
-    that are in it: below such a rank they wait for the way back, and above it for all below it.
+    In an operation that first gathers up a tree and then sends results down, such a rank has not
+    sent anything that a rank in the call still waits for: its children wait for the results, and
+    its parent for the contribution of the whole subtree.
     """
     now = theirs.now
     if now is None or now.sequence != call.sequence or call.operation not in _GATHERED_FIRST:
@@ -299,11 +305,12 @@ def _is_ending(
     there: WaitSnapshot,
     circles: Iterable[Deadlock],
 ) -> bool:
-    """Whether the mesh of one of two waits in a row has ended, so that who waits there is told.
+    """Whether one of two consecutive waits is about to end because its mesh has ended.
 
-    A group has one mesh at a time: who waits on another one than this rank has yet to hear, or this
-    one has. A busy rank may hear later than others have asked it twice where it is. So may who
-    waits beside a circle, where a mesh that has not met has no name to tell it from the next.
+    A group has one mesh at a time. If two ranks wait on different meshes of a group, one of them
+    has not heard of the verdict yet; a busy rank may hear of it only after others have asked for
+    its snapshot twice. The same holds for a wait beside a known deadlock: a mesh whose ranks have
+    not met does not have a nonce that distinguishes it from the next one.
     """
     if any(circle.ends(lane.awaits, following, there) for circle in circles):
         return True
@@ -317,14 +324,14 @@ def _is_ending(
 
 
 def _meet_each_other(holder: int, lane: LaneWait, following: LaneWait) -> bool:
-    """Whether two ranks wait for each other only because they are connecting."""
+    """Whether two ranks wait for each other only because both are in the same rendezvous."""
     if lane.group != following.group or following.awaits != holder:
         return False
     return all(each.now and each.now.sequence == MEETING for each in (lane, following))
 
 
 def _is_shared(lane: LaneWait) -> bool:
-    """Whether any thread may use the lane, for messages from rank to rank."""
+    """Whether any thread may use the lane, as for point-to-point messages."""
     return lane.taken >= 0
 
 
@@ -338,7 +345,7 @@ def _first_difference(mine: LaneWait, theirs: LaneWait) -> tuple[Step, Step] | N
 
 
 def difference(mine: Step | Position, theirs: Step | Position) -> str:
-    """In what two calls differ that should be the same one."""
+    """Return in what two calls differ that should have been the same."""
     if mine.operation != theirs.operation:
         return "other operations"
     if mine.root != theirs.root:

@@ -1,4 +1,4 @@
-"""Tells where this process is, asks where the other ranks are, and ends what can't end by itself.
+"""Publish this process's snapshot, read those of other ranks, and end waits that cannot succeed.
 
 All of it runs on the board's thread, because it talks to the store.
 """
@@ -30,20 +30,20 @@ from objcomm._transport.store import pack_record
 from objcomm._wire.header import operation_name
 from objcomm.errors import Position, whereabouts
 
-# Most training scripts have a thread of these, which must not keep a circle from being found.
+# Most training scripts have a thread of these libraries, which must not hide a deadlock.
 _SERVING = frozenset({"torch", "tqdm"})
 
-# An executor's thread waits in this function itself (its queue is written in C), and does its
-# work further down.
+# An idle thread of an executor has this function as its innermost frame, because the executor's
+# queue is written in C. A busy one has further frames below it.
 _IDLE = ("concurrent.futures.thread", "_worker")
 
 
 def wait_snapshot(meshes: Iterable[Mesh], asked: int) -> WaitSnapshot:
-    """Where this process is.
+    """Return the snapshot of this process.
 
     Args:
-        meshes: all that it has; one that has ended counts where its group has no other.
-        asked: the number of the question.
+        meshes: all of its meshes. One that has ended counts only if its group has no other.
+        asked: the number of the question that the snapshot answers.
     """
     in_order = sorted(meshes, key=lambda mesh: mesh.verdict is not None)
     lanes = [
@@ -57,9 +57,10 @@ def wait_snapshot(meshes: Iterable[Mesh], asked: int) -> WaitSnapshot:
 
 
 def of_each_kind(entries: Iterable[CallRecord]) -> list[CallRecord]:
-    """Of one lane's calls that no thread waits for, the first that waits for the same.
+    """Reduce calls of one lane that no thread waits for to the oldest of each kind.
 
-    Whatever is found of it holds for the others; a thousand of them must not keep anybody busy.
+    Calls of one kind wait for the same rank under the same conditions, so a finding about one
+    holds for all, and a thousand of them cost no more than one. Other calls are all kept.
     """
     found: dict[object, CallRecord] = {}
     for entry in entries:
@@ -88,16 +89,16 @@ def is_single() -> bool:
 
 
 def serves_a_library(thread: threading.Thread) -> bool:
-    """Whether a thread is one that makes no calls: a progress bar's, a data loader's."""
+    """Whether a thread belongs to a library and makes no calls: a progress bar, a data loader."""
     target = getattr(thread, "_target", None)
     modules = (type(thread).__module__, getattr(target, "__module__", None) or "")
     return any(module.partition(".")[0] in _SERVING for module in modules)
 
 
 def is_idle_in_a_pool(thread: threading.Thread) -> bool:
-    """Whether an executor's thread has nothing to do: only another thread can give it something.
+    """Whether a thread of an executor is idle, so only another thread can give it work.
 
-    torch.compile and many libraries keep such threads for as long as the program runs.
+    torch.compile and many libraries keep such threads until the program ends.
     """
     frame = frames_by_thread().get(thread.ident or 0)
     if frame is None:
@@ -106,12 +107,12 @@ def is_idle_in_a_pool(thread: threading.Thread) -> bool:
 
 
 def is_out_of_python(thread: threading.Thread) -> bool:
-    """Whether a thread that Python has not started is in none of its functions now.
+    """Whether a thread not started by Python is currently not executing Python code.
 
-    Torch's thread for a device runs hooks of autograd, and then waits for the next backward pass,
-    which another thread begins. Python lists it from then on, also when it has ended.
+    Torch's thread for a device runs autograd hooks and then waits for the next backward pass, which
+    another thread starts. Python lists the thread from then on, even after it has ended.
     """
-    is_foreign = isinstance(thread, threading._DummyThread)  # noqa: SLF001  # nothing else tells
+    is_foreign = isinstance(thread, threading._DummyThread)  # noqa: SLF001  # no public equivalent
     return is_foreign and thread.ident not in frames_by_thread()
 
 
@@ -125,7 +126,8 @@ def _state(mesh: Mesh, lane: Lane, entry: CallRecord | None) -> LaneWait:
         next_sequence, waiter = entry.header.sequence + 1, lane.waiting_thread
     else:
         next_sequence, waiter = lane.sequence, 0
-    # A wait that is meant to end by itself is no part of a circle, on whichever rank that closes.
+    # A wait that ends anyway, because its message is arriving or its caller set a timeout, is not
+    # part of a deadlock, whichever rank searches for it.
     is_free = entry is None or entry.is_served or (entry.caller or entry).has_own_limit
     awaits = -1 if entry is None or is_free else entry.awaits
     last = entries[-1] if entries else None
@@ -168,7 +170,7 @@ def _step(entry: CallRecord) -> Step:
 
 
 def _unmatched(entry: CallRecord) -> str:
-    """What has come to a receive that waits for another tag."""
+    """Describe the messages available to a receive that waits for another tag."""
     found = entry.unmatched() if entry.unmatched is not None else []
     if not found:
         return ""
@@ -177,32 +179,32 @@ def _unmatched(entry: CallRecord) -> str:
     return f"it takes tag={entry.header.tag}, but {come} has arrived; tag=None takes any"
 
 
-#: A call of one lane that waits for other ranks.
+#: A call that waits for other ranks, with its mesh and lane.
 Waiting = tuple[Mesh, Lane, CallRecord]
 
-#: Whereabouts by rank.
+#: Snapshots by rank.
 Answers = dict[int, WaitSnapshot]
 
-# Ranks that are not waiting look three times a second whether they are asked.
+# Idle ranks check three times a second whether their snapshots are wanted.
 _ANSWERS_WITHIN_SECONDS = 0.4
 _PAUSE_SECONDS = 0.02
-# Of more ranks one asks for all when they pass a limit together. Another one does where that has
-# found nothing in time, and the fifth at last with all that are left.
+# In a larger group whose timeouts expire together, one rank asks on behalf of all. If it finds
+# nothing in time, the next one asks, and so on; from the fifth turn on all remaining ranks ask.
 _MOST_ASKING = 8
 _TURN_SECONDS = 0.05
 _LAST_TURN = 5
-# As many looks at a verdict the store serves for those that await it.
+# How many reads of an awaited verdict the store can serve per second.
 _LOOKS_PER_SECOND = 4000
-# A limit under this was meant so: asking makes it twice as long at most, with a fifth of that time
-# for what comes after the answers.
+# A shorter timeout of a polling call is taken literally: asking other ranks may at most double it,
+# and a fifth of the added time is reserved for the work after the answers.
 _BRIEF_SECONDS = 0.5
 _SHARE_OF_ANSWERS = 0.8
-# Under this one nobody would answer in time.
+# Below this timeout no rank would answer in time.
 _WORTH_ASKING_SECONDS = 0.1
 
 
 def first_of_each_kind(waiting: Sequence[Waiting]) -> list[Waiting]:
-    """As ``of_each_kind``, of several lanes."""
+    """Do what ``of_each_kind`` does for calls of several lanes."""
     lanes: defaultdict[tuple[Mesh, Lane], list[CallRecord]] = defaultdict(list)
     for mesh, lane, entry in waiting:
         lanes[mesh, lane].append(entry)
@@ -214,7 +216,7 @@ def first_of_each_kind(waiting: Sequence[Waiting]) -> list[Waiting]:
 
 
 def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]) -> None:
-    """For each call that waits: has anybody ended it, and can it ever end?"""
+    """Check for each waiting call whether another rank has ended it, and whether it can succeed."""
     asked = board.ask()
     mine = board.publish(wait_snapshot(meshes, asked))
     for mesh in {id(mesh): mesh for mesh, _, _ in waiting}.values():
@@ -232,13 +234,14 @@ def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]
 
 
 def _heed(board: Board, mesh: Mesh, entry: CallRecord) -> bool:
-    """End the mesh if another rank has said so, or has failed in a block around this call.
+    """End a call if a verdict is posted for its mesh or for a block around it; return whether.
 
-    What can be withdrawn ends by itself, with all that waits in the same blocks.
+    If a block has failed, all waiting calls of the mesh in the same blocks end: each is withdrawn
+    if possible; otherwise the mesh ends.
     """
     posted = board.look(mesh.nonce) if mesh.nonce else None
     if posted is not None:
-        mesh.stop(posted)  # not posted once more: all others may have read and removed it
+        mesh.stop(posted)  # not posted again: the others may have read and removed it
         return True
     for region in entry.regions:
         posted = posted or board.look(region)
@@ -258,9 +261,9 @@ def _look_for_conflict(
         return
     asked, suspected = entry.suspicion or (entry.first_asked, None)
     conflict = find_deadlock(board.rank, mine, start, lambda rank: board.read(rank, asked))
-    # What ranks have done does not change, but whereabouts are read one after another, and a busy
-    # rank's are old: who waits for whom must look the same twice, in answers to a later question.
-    # Two waits of one call, or two polls, are not the same: each has a beginning of its own.
+    # Calls already made do not change, but snapshots are read one after another, and a busy rank's
+    # is old. So the same waits must be found twice, the second time in answers to a later question.
+    # Two waits of one call, or two polls, are different waits: each has its own start time.
     calls = conflict and [
         (rank, *state[:3], state.since, step.sequence) for rank, state, step in conflict.found
     ]
@@ -277,7 +280,7 @@ def _look_for_conflict(
         else:
             board.tell_circle(conflict)
             board.publish(mine)
-        for other in meshes:  # before any connection closes: the others look there
+        for other in meshes:  # before any connection closes, because other ranks look there then
             if other is not mesh and other.verdict is None and other.nonce in verdict.meshes:
                 board.propose(other.nonce, _desync(other, conflict))
         mesh.settle_on(board, verdict)
@@ -302,17 +305,17 @@ def _desync(mesh: Mesh, conflict: Deadlock) -> Verdict:
 def with_all_ranks(
     board: Board, meshes: Sequence[Mesh], mesh: Mesh, number: int, found: Verdict
 ) -> Verdict:
-    """A desync of two ranks, with what all ranks called in that place.
+    """Extend a desync verdict on two ranks by the calls that all ranks made in that place.
 
-    Two ranks can't show which of many is the odd one; and where their calls' numbers differ, it is
-    an earlier call in which they parted.
+    Two ranks cannot show which of many made the odd call. If their sequence numbers differ, they
+    diverged in an earlier call.
 
     Args:
         board: the store.
-        meshes: all of this process's.
-        mesh: whose.
-        number: of the lane.
-        found: what two ranks called.
+        meshes: all meshes of this process.
+        mesh: the mesh of the desync.
+        number: the number of the lane.
+        found: the verdict, with the calls of two ranks.
     """
     lane = next((each for each in tuple(mesh.lanes.values()) if each.number == number), None)
     sequences = {each.sequence for each in found.positions}
@@ -320,7 +323,7 @@ def with_all_ranks(
     if is_known or lane is None or lane.order is not None or not mesh.nonce:
         return found
     if len(mesh.members) > _MOST_ASKING and board.take_turn(mesh.nonce) > 1:
-        until = time.monotonic() + _ANSWERS_WITHIN_SECONDS  # another rank is asking, and posts it
+        until = time.monotonic() + _ANSWERS_WITHIN_SECONDS  # another rank asks and will post it
         while time.monotonic() < until and board.look(mesh.nonce) is None:
             time.sleep(len(mesh.members) / _LOOKS_PER_SECOND)
         return found
@@ -347,15 +350,15 @@ def with_all_ranks(
 
 
 def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> None:
-    """End meshes because the limits of calls have passed, and say where everybody is.
+    """End calls whose timeouts have expired, with a verdict that lists where all ranks are.
 
-    A thousand ranks pass a limit at once, and must not ask for a thousand answers each: one of them
-    does, and the others await its verdict.
+    If a thousand ranks time out at the same time, they must not read a thousand snapshots each: one
+    of them does, and the others wait for its verdict.
 
     Args:
         board: the store.
-        meshes: all of this process's.
-        expiring: the calls; is emptied, and more may come meanwhile.
+        meshes: all meshes of this process.
+        expiring: the calls. It is emptied; calls added meanwhile are handled as well.
     """
     if not expiring:
         return
@@ -365,7 +368,7 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
 
     def wanted(now: float, _: object) -> tuple[set[int], float]:
         waiting.extend(_taken(expiring))
-        # Those of one lane that wait in the same blocks are told the same.
+        # The answer is the same for all calls of a mesh in the same blocks.
         told: dict[object, bool] = {}
         for mesh, lane, entry in waiting:
             if _still_waits(mesh, lane, entry) and (mesh, entry.regions) not in told:
@@ -388,7 +391,7 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
 
 
 class _Turns:
-    """When this rank asks the others of a mesh where they are; until then another one does."""
+    """The times from which this rank asks the ranks of each mesh; until then another rank asks."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -396,8 +399,9 @@ class _Turns:
         self._begin: dict[Mesh, float] = {}
 
     def begin(self, mesh: Mesh, entry: CallRecord) -> float:
-        """The time from which this rank asks."""
-        # Who can withdraw ends alone, and of what has no name yet the store has no verdict.
+        """Return the time from which this rank asks about a call."""
+        # A call that can be withdrawn ends on this rank only, and a mesh without a nonce cannot
+        # have a verdict in the store.
         if len(mesh.members) <= _MOST_ASKING or entry.withdraw is not None or not mesh.nonce:
             return self._began
         if mesh not in self._begin:
@@ -407,7 +411,7 @@ class _Turns:
         return self._begin[mesh]
 
     def end(self) -> None:
-        """Let others take turns, where the call has succeeded meanwhile: a later one may not."""
+        """Restart the turns of meshes whose calls have succeeded: a later call may time out."""
         for mesh in self._begin:
             if mesh.verdict is None:
                 self._board.end_turns(mesh.nonce)
@@ -419,21 +423,21 @@ def end_late(
     answers: Answers | None,
     board: Board | None = None,
 ) -> None:
-    """End a call whose limit has passed, if the wait that passed it has not ended since.
+    """End a call whose timeout has expired, unless that wait has ended since.
 
-    A call that succeeds meanwhile has harmed nobody, and its mesh serves others by then.
+    A call that has succeeded meanwhile must not cost its mesh, which may be serving other calls.
 
     Args:
         waiting: the call, with its mesh and lane.
-        meshes: all of this process's.
-        answers: as ``timeout_verdict`` takes them.
-        board: the store; None where it did not answer in time.
+        meshes: all meshes of this process.
+        answers: as for ``timeout_verdict``.
+        board: the store; None if it did not answer in time.
     """
     mesh, lane, entry = waiting
     verdict = expiry_verdict(waiting, meshes, answers, board)
-    # Read first: it may be cleared once the wait ends. After a loss nothing is withdrawn.
+    # Read before the check, because it may be cleared when the wait ends. A loss ends the mesh.
     withdraw = entry.withdraw if verdict.cause is Cause.TIMEOUT else None
-    # A later wait of the same call has a limit that has yet to be seen to pass.
+    # A later wait of the same call has its own timeout, which has not expired yet.
     if not lane.has_waiting(entry) or not entry.has_expired:
         return
     if withdraw is not None:
@@ -445,7 +449,7 @@ def end_late(
 
 
 def is_brief(entry: CallRecord) -> bool:
-    """Whether a call that polls has a limit so short that others may not answer in as much time."""
+    """Whether a polling call's timeout is so short that other ranks may not answer within it."""
     return entry.withdraw is not None and entry.limit_seconds < _BRIEF_SECONDS
 
 
@@ -455,7 +459,7 @@ def _is_time_for_answers(entry: CallRecord, now: float) -> bool:
 
 
 def patience(entry: CallRecord) -> float:
-    """How much longer than its limit a call may take, so that others are asked where they are."""
+    """Return the seconds by which a call may exceed its timeout so that other ranks can answer."""
     if not is_brief(entry):
         return _ANSWERS_WITHIN_SECONDS
     return entry.limit_seconds if entry.limit_seconds >= _WORTH_ASKING_SECONDS else 0.0
@@ -464,13 +468,13 @@ def patience(entry: CallRecord) -> float:
 def report(
     board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting], told: threading.Event
 ) -> None:
-    """Log for what calls wait that have waited for long.
+    """Log what long-waiting calls wait for.
 
     Args:
         board: the store.
-        meshes: all of this process's.
+        meshes: all meshes of this process.
         waiting: the calls.
-        told: to be set when the store has answered.
+        told: set once the store has answered.
     """
     asked = board.ask()
     all_are_asked_at = time.monotonic() + _SHARE_OF_ANSWERS * _ANSWERS_WITHIN_SECONDS
@@ -483,7 +487,8 @@ def report(
                 continue
             lower = [mesh.ranks[rank] for rank in mesh.members if rank < mesh.rank]
             unheard = [rank for rank in lower if rank not in answers]
-            # Nearly all find one in a few ranks: so that not each asks for a thousand answers.
+            # A few lower ranks nearly always include one that reports the call, so that not every
+            # rank reads a thousand snapshots.
             ask_few = lane.order is None and unheard and now < all_are_asked_at
             ranks.update(losses.some(unheard) if ask_few else _ranks_of([(mesh, lane, entry)]))
         return ranks, now
@@ -498,7 +503,7 @@ def report(
 
 
 def _is_told_by_another(mesh: Mesh, lane: Lane, entry: CallRecord, known: Answers) -> bool:
-    """Whether a lower rank is in the call, and says so: one line is for a call, not for a rank."""
+    """Whether a lower rank is in the same call and logs it: one line per call, not per rank."""
     has_come = _is_meeting if mesh.link is None else _has_arrived
     return lane.order is None and any(
         rank < mesh.rank and has_come(mesh, lane, entry, known[rank]) for rank in known
@@ -506,7 +511,7 @@ def _is_told_by_another(mesh: Mesh, lane: Lane, entry: CallRecord, known: Answer
 
 
 def report_silence(waiting: Sequence[Waiting], told: threading.Event) -> None:
-    """As ``report``, if the store has not answered."""
+    """Do what ``report`` does, without other ranks' snapshots, if the store has not answered."""
     if told.is_set():
         return
     for mesh, lane, entry in waiting:
@@ -534,15 +539,15 @@ def _answers(
     since: int,
     wanted: Callable[[float, Answers], tuple[set[int], float]],
 ) -> Answers:
-    """Where ranks are, by global rank, as far as they answer in time.
+    """Collect the snapshots, by global rank, of ranks that answer in time.
 
     Args:
         board: the store.
-        meshes: all of this process's.
-        asked: the question's number.
-        since: of the first question that an answer may be to.
-        wanted: told the time and what is known, says whose answers are wanted, and until when to
-            call it again though there are none; called again and again.
+        meshes: all meshes of this process.
+        asked: the number of the question.
+        since: the number of the oldest question that an answer may refer to.
+        wanted: called repeatedly with the time and the snapshots so far. Returns the ranks whose
+            snapshots are wanted, and the time until which to call it again even if none is missing.
     """
     answers = {board.rank: wait_snapshot(meshes, asked)}
     board.publish(answers[board.rank])
@@ -559,7 +564,7 @@ def _answers(
         if missing and missing <= answers.keys():
             continue
         time.sleep(pause)
-        if board.asked() > board.answered:  # another rank asks as well
+        if board.asked() > board.answered:  # another rank has asked meanwhile
             board.publish(wait_snapshot(meshes, board.asked()))
 
 
@@ -568,12 +573,12 @@ def _ranks_of(waiting: Iterable[Waiting]) -> set[int]:
 
 
 def _known(mesh: Mesh, answers: Answers) -> Answers:
-    """Answers by rank within the mesh's group."""
+    """Return the answers of the mesh's members by group rank."""
     return {rank: answers[mesh.ranks[rank]] for rank in mesh.members if mesh.ranks[rank] in answers}
 
 
 def end(board: Board, mesh: Mesh, entry: CallRecord, verdict: Verdict) -> None:
-    """End one call, and with it its mesh unless it can be withdrawn."""
+    """End one call: withdraw it if possible, otherwise end its mesh."""
     if entry.withdraw is None:
         mesh.settle_on(board, verdict)
     else:
@@ -591,18 +596,18 @@ def _still_waits(mesh: Mesh, lane: Lane, entry: CallRecord) -> bool:
 def expiry_verdict(
     waiting: Waiting, meshes: Iterable[Mesh], answers: Answers | None, board: Board | None
 ) -> Verdict:
-    """What to raise when a limit has passed: a loss that explains it, or who is late.
+    """Return the verdict for an expired timeout: a loss that explains it, or the late ranks.
 
     Args:
         waiting: the call, with its mesh and lane.
-        meshes: all of this process's.
-        answers: as ``timeout_verdict`` takes them.
-        board: the store; None where it did not answer in time.
+        meshes: all meshes of this process.
+        answers: as for ``timeout_verdict``.
+        board: the store; None if it did not answer in time.
     """
     mesh, lane, entry = waiting
     loss = None
-    if not is_brief(entry):  # who polls looks again, and is told then
-        with logged("could not check whether a process has ended"):  # the limit has passed
+    if not is_brief(entry):  # a caller that polls is told by one of its next calls
+        with logged("could not check whether a process has ended"):  # the call must end
             if board is not None:
                 losses.learn_ends(board, mesh)
             blocks = {each.nonce: each.ranks for each in meshes}
@@ -615,19 +620,20 @@ def expiry_verdict(
 def timeout_verdict(
     mesh: Mesh, lane: Lane, entry: CallRecord, answers: dict[int, WaitSnapshot] | None
 ) -> Verdict:
-    """What to raise when a limit has passed.
+    """Return the verdict for an expired timeout, with the missing ranks and all known positions.
 
     Args:
-        mesh: whose.
-        lane: which waits.
-        entry: its call.
-        answers: whereabouts by rank, this one's at least; ``None`` if the store did not answer.
+        mesh: the mesh of the call.
+        lane: the lane that waits.
+        entry: the call.
+        answers: snapshots by group rank, including this rank's; ``None`` if the store did not
+            answer.
     """
     awaited = (entry.awaits,) if entry.awaits >= 0 else ()
     processes = mesh.board_thread.processes.stopped()
     stopped = tuple(peer for peer in mesh.others if mesh.ranks[peer] in processes)
     if answers is None:
-        # Whom this rank awaits may itself wait for one that is stopped, maybe with the store.
+        # The awaited rank may itself wait for a stopped one, which may also be the store's host.
         return Verdict.of(
             Cause.TIMEOUT,
             ranks=stopped or awaited,
@@ -635,11 +641,11 @@ def timeout_verdict(
             silent=stopped,
             is_store_silent=True,
         )
-    # An answer to a question of this wait may be as old as the wait, from before it was stopped.
+    # A stopped rank's answer may date from before it was stopped.
     answers = {rank: answer for rank, answer in answers.items() if rank not in stopped}
     missing = tuple(
         rank
-        for rank in mesh.others  # this one waits, also where its own answer is from before it met
+        for rank in mesh.others  # this rank has arrived, even if its own snapshot is older
         if rank not in answers or not _has_arrived(mesh, lane, entry, answers[rank])
     )
     return Verdict.of(
@@ -671,8 +677,9 @@ def _where(mesh: Mesh, lane: Lane, rank: int, answer: WaitSnapshot) -> Position:
     thread = answer.main_thread if state is None or lane.order is not None else state.thread
     waiting = answer.waiting_of(thread)
     if waiting is None and state is not None and state.now is not None:
-        waiting = state  # an asynchronous call, whose thread goes on meanwhile
-    if waiting is None and state is None:  # a lane that it has not used: its others may say why
+        waiting = state  # an asynchronous call, while its thread continues
+    # If that rank has not used the lane, its other lanes of the group may show why.
+    if waiting is None and state is None:
         of_group = (each for each in answer.lanes if each.group == mesh.name)
         waiting = next((each for each in of_group if each.now is not None), None)
     if waiting is not None and waiting.now is not None:

@@ -1,10 +1,10 @@
-"""Which processes of a world are there, known by the processes and not by their connections.
+"""Which processes of a world are alive, judged by the processes and not by their connections.
 
-Connections come and go: a group has none before its first use, nor between an error that it
-outlives and its next call, and a child that a dead rank has forked keeps that rank's open. So each
-process tells the others in the store who it is, when it first uses a world, and leaves a word there
-when it ends by itself. Whether a process of the same host is there, the kernel knows, and tells at
-once; of those on other hosts the processes beside them tell, by writing that word in their place.
+Connections are poor evidence: a group has none before its first use, nor between a recoverable
+error and its next call, and a child forked by a dead rank keeps that rank's connections open. So
+each process publishes a record of itself in the store when it first uses a world, and adds the
+reason when it ends normally. For processes on the same host the kernel answers immediately. For
+processes on other hosts, a rank on that host writes the reason into the record of the dead one.
 """
 
 import os
@@ -20,7 +20,7 @@ from objcomm._environment import machine, namespace
 from objcomm._failures.verdict import FAREWELLS
 from objcomm.errors import Position
 
-#: How the reason of a process begins that ended without a word of its own.
+#: Prefix of the reason for a process that ended without publishing one.
 KILLED = "its process, "
 
 _PF_EXITING = 0x4  # linux/sched.h
@@ -30,14 +30,14 @@ _ONE_LOOK_SECONDS = 0.1
 
 
 class LaneCalls(NamedTuple):
-    """What a rank tells of one of its lanes when it needs the connections no longer.
+    """What a rank publishes about one of its lanes when it no longer needs the connections.
 
     Attributes:
-        number: the lane's.
-        calls: how many it has had.
-        step: operation, root and fingerprint of the last of them.
-        last: where that was.
-        is_open: whether a thread may have been cut off in the middle of its calls.
+        number: the lane's number.
+        calls: how many calls were made on it.
+        step: operation, root and fingerprint of the last call.
+        last: the position of the last call.
+        is_open: whether a thread may have been cut off between its calls.
     """
 
     number: int
@@ -48,16 +48,16 @@ class LaneCalls(NamedTuple):
 
 
 class GroupCalls(NamedTuple):
-    """What a rank tells of all lanes of a group's connections.
+    """What a rank publishes about all of its lanes on one mesh.
 
     Attributes:
-        mesh: the connections' number, as headers carry it.
-        rank: within the group.
-        members: global ranks of the group; empty if there are many.
-        lanes: those that it has used.
-        is_single: whether no other thread could have made a call on another one.
-        left_by: how and at which line it has left; empty where its program came to its end.
-        failure: the reason if it leaves by an error, so that others may have made more calls.
+        mesh: the mesh's number, as in message headers.
+        rank: the group rank.
+        members: global ranks of the group; empty if there are more than 64.
+        lanes: the lanes that the rank has used.
+        is_single: whether no thread but the main one could have made calls on further lanes.
+        left_by: how the rank left, and at which line; empty if its program ended.
+        failure: the error, if the rank leaves because of one; others may have made more calls.
     """
 
     mesh: int
@@ -70,28 +70,28 @@ class GroupCalls(NamedTuple):
 
     @property
     def last(self) -> Position | None:
-        """Where its last call was; None if it has used several lanes."""
+        """Position of the last call; None if the rank has used several lanes."""
         if not self.lanes:
             return Position(self.rank, "", 0, -1, "", is_over=True)
         return self.lanes[0].last if len(self.lanes) == 1 else None
 
 
 class Process(NamedTuple):
-    """One process, as it tells the others of its world who it is.
+    """The record of one process, as published in the store.
 
     Attributes:
-        name: unlike any other process's, and another one in each world.
-        place: equal where processes can see each other by their numbers.
-        pid: its number.
-        born: when it began, as the kernel counts, because numbers are used again; 0 if unknown.
-        word: why it has ended, or left its world; empty while it is there.
+        name: a unique identifier, different in each world.
+        place: host and PID namespace; equal for processes that can look up each other's PID.
+        pid: the process ID.
+        born: start time in the kernel's clock ticks, because PIDs are reused; 0 if unknown.
+        word: why it ended or left its world; empty while it is alive.
         calls: the calls it made, published when it will make no more.
-        figures: what its calls have cost, packed by ``compat.report``; empty without a report.
+        figures: the cost of its calls, packed by ``compat.report``; empty without a report.
     """
 
     name: str
     place: str
-    pid: Annotated[int, range(1, 1 << 31)]  # the kernel is asked by it; negative, of many
+    pid: Annotated[int, range(1, 1 << 31)]  # passed to kill(), where a negative one means a group
     born: int
     word: str = ""
     calls: tuple[GroupCalls, ...] = ()
@@ -99,37 +99,37 @@ class Process(NamedTuple):
 
     @classmethod
     def own(cls) -> Self:
-        """This one."""
+        """Create the record of this process."""
         return cls(uuid.uuid4().hex, _place(), os.getpid(), _born(os.getpid()))
 
     def has_ended(self) -> bool:
-        """Whether the kernel says so, to a process of the same place."""
+        """Whether the kernel reports that it has ended; valid only for a process of this place."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return True
-        except (AttributeError, OSError):  # no Linux, or no descriptors left
+        except (AttributeError, OSError):  # not Linux, or no file descriptors left
             return not _is_there(self.pid)
         try:
             watched = select.poll()
             watched.register(descriptor, select.POLLIN)
-            # One that waits for its parent to take its exit status has ended, too.
+            # A zombie counts as ended: its descriptor is readable.
             return bool(watched.poll(0)) or _is_another_or_ending(self.pid, self.born)
         finally:
             os.close(descriptor)
 
     def is_stopped(self) -> bool:
-        """Whether a process of the same place is stopped, by SIGSTOP or a debugger."""
+        """Whether it is stopped by a signal or debugger; valid only for a process of this place."""
         return _stat(self.pid)[:1] in (["T"], ["t"])
 
 
 class Processes:
-    """What this process knows of the others of one world; any thread may ask.
+    """What this process knows about the processes of one world. Thread-safe.
 
     Attributes:
-        own: this one.
-        is_new: whether no earlier world had its ranks' words in the same store. Where one had, a
-            process that was never seen alive may be that one's.
+        own: the record of this process.
+        is_new: whether the store held no record of an earlier world for this rank. If it did, a
+            dead process that was never seen alive may belong to that earlier world.
     """
 
     def __init__(self) -> None:
@@ -139,33 +139,34 @@ class Processes:
         self._noticed: dict[str, float] = {}
 
     def note(self, rank: int, process: Process) -> None:
-        """Take in who a rank's process is, or that it has ended."""
+        """Record a rank's process as read from the store."""
         known = self._known.get(rank)
         is_other = known is None or known.name != process.name
         if self.is_new or not is_other or not self._end(process):
             self._known[rank] = process
 
     def note_end(self, rank: int, word: str) -> None:
-        """Take in that a rank's process has ended, or left the world, of which no more is known."""
+        """Record the end of a rank's process about which nothing else is known."""
         self._known[rank] = Process(uuid.uuid4().hex, "", 0, 0, word)
 
     def of(self, rank: int) -> Process | None:
-        """A rank's process, as far as it is known."""
+        """Return a rank's process record; None if it is not known."""
         return self._known.get(rank)
 
     def calls_of(self, rank: int, mesh: int) -> GroupCalls | None:
-        """The calls that a rank made over a mesh, published when it needs the mesh no longer."""
+        """Return the calls that a rank made over a mesh; None if it has not published them."""
         process = self._known.get(rank)
         calls = () if process is None else process.calls
         return next((each for each in calls if each.mesh == mesh), None)
 
     def some_of(self, ranks: Iterable[int]) -> list[int]:
-        """The ranks to ask after in one look, in order.
+        """Return the ranks to check in one pass, in ascending order.
 
-        All whose end is known or was noticed. Of those that the kernel must be asked about, which
-        takes 20 to 80 µs each, only the first and some others: 64 ranks of a host that ask after
-        each other four times a second would keep two cores busy. The others differ at each look,
-        and from rank to rank, and a rank that finds an end tells the rest.
+        Includes every rank whose end is already known or noticed. Other processes of this host cost
+        20 to 80 µs of system calls each, so only the first of them, in the order given, and up to
+        15 random others are included: 64 ranks of one host that check all others four times a
+        second would keep two cores busy. The sample differs per pass and per rank, and a rank that
+        finds a dead process reports it to the rest.
         """
         known = [(rank, self._known[rank]) for rank in ranks if rank in self._known]
         found = [rank for rank, each in known if each.word or each.name in self._noticed]
@@ -175,34 +176,37 @@ class Processes:
         return sorted([*found, *first, *some])
 
     def is_beside(self, rank: int) -> bool:
-        """Whether the kernel can tell of a rank's process."""
+        """Whether a rank's process is on this host, so the kernel knows whether it is alive."""
         process = self._known.get(rank)
         return process is not None and process.place == self.own.place
 
     def killed(self) -> dict[int, str]:
-        """The ranks whose processes have ended without a word of their own, each with why."""
+        """Return the ranks whose processes ended without publishing a reason, each with a text."""
         ends = {rank: self.end_of(rank) for rank in tuple(self._known)}
         return {rank: why for rank, why in ends.items() if why.startswith(KILLED)}
 
     def noticed_first(self, ranks: Iterable[int]) -> set[int]:
-        """Of ranks whose ends were noticed, those that were at the first look of all."""
+        """Return those of ``ranks`` whose end was noticed first, or in the same pass as the first.
+
+        The end of each must have been noticed.
+        """
         at = {rank: self._noticed[self._known[rank].name] for rank in ranks}
         return {
             rank for rank, seconds in at.items() if seconds - min(at.values()) < _ONE_LOOK_SECONDS
         }
 
     def has_died(self, rank: int) -> bool:
-        """Whether a rank's process has ended otherwise than by coming to its program's end."""
+        """Whether a rank's process has ended, and not by a normal end or a destroyed group."""
         end = self.end_of(rank)
         return bool(end) and end not in FAREWELLS
 
     def stopped(self) -> set[int]:
-        """The ranks whose processes are on this host and stopped."""
+        """Return the ranks whose processes are on this host and stopped."""
         known = tuple(self._known.items())
         return {rank for rank, each in known if self.is_beside(rank) and each.is_stopped()}
 
     def end_of(self, rank: int, for_seconds: float = 0.0) -> str:
-        """Why a rank's process has ended, if that was noticed so long ago; empty if not."""
+        """Return why a rank's process has ended, if known for that long; else an empty string."""
         process = self._known.get(rank)
         end = "" if process is None else self._end(process)
         if process is None or not end:
@@ -228,9 +232,9 @@ def _born(pid: int) -> int:
 
 
 def _is_another_or_ending(pid: int, born: int) -> bool:
-    """Whether the number is used again, or its process about to end, having closed its sockets."""
+    """Whether the PID was reused, or its process is exiting and has closed its sockets."""
     began, flags = _birth_and_flags(pid)
-    # Unknown where this process, or that one when it began, had no descriptor left to read it.
+    # Start times are 0 if either process had no file descriptor left to read them.
     is_another = bool(began and born) and began != born
     return is_another or bool(flags & _PF_EXITING)
 
@@ -241,7 +245,7 @@ def _birth_and_flags(pid: int) -> tuple[int, int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """What the kernel says of a process from its state on, see proc_pid_stat(5), or nothing."""
+    """Return the fields of /proc/PID/stat from the state on, see proc_pid_stat(5); may be empty."""
     try:
         told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -254,6 +258,6 @@ def _is_there(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # another user's
+    except OSError:  # it belongs to another user
         return True
     return True

@@ -1,10 +1,10 @@
-"""Which ranks a wait needs, which of them are gone, and whom to name for it.
+"""Which ranks a wait needs, which of them are gone, and which ranks an error lists as the cause.
 
-There are three kinds of evidence. The kernel tells when a process of this host has ended, and the
-cards in the store tell of others (see ``liveness``); both are certain. A connection that ended
-says only that something has closed it, so the kernel and the store are asked why. Where ranks are
-not connected yet, one whose connection in the world has ended and that does not answer is gone as
-well.
+There are three kinds of evidence. The kernel reports the end of a process on this host, and the
+process records in the store report the others (see ``liveness``); both are certain. A closed
+connection proves only that something closed it, so the kernel and the store are asked why. Before
+ranks are connected, a rank also counts as gone if its connection in the world has closed and it
+does not answer.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: What a process has sent before its end is read by then, also on a busy machine.
+#: Within this time, data that a process sent before its end has been read, even on a busy machine.
 LAST_BYTES_SECONDS = 1.0
-# A rank that loses one peer and a rank that loses all see it at the same time.
+# How long to wait for further connections to close: they may all close at the same time.
 _OTHERS_FIRST_SECONDS = 0.02
-# For how long a rank that can't connect waits for the word that tells who has died.
+# How long a rank that cannot connect waits to learn which rank has died.
 _WORD_WITHIN_SECONDS = 1.0
 _WORD_PAUSE_SECONDS = 0.05
-# For how long the store is asked who has died, before a rank names what its connections tell.
+# How long to ask the store which rank has died before relying on this rank's own connections.
 _NAMED_WITHIN_SECONDS = 1.0
-# With this patience, a death is still reported within 2 s.
+# A live rank answers within this time. A death is still reported within 2 s.
 _SURELY_ANSWERED_SECONDS = 1.0
-# The store itself may have been silent that long, so this many looks must also have found nothing.
+# The store itself may have been silent that long, so this many checks must have found no answer.
 _LOOKS_IN_VAIN = 3
-# Linux waits no longer before it sends something again that was not answered (TCP_RTO_MAX).
+# The longest interval after which Linux retransmits unacknowledged data (TCP_RTO_MAX).
 _LATE_AFTER_OUTAGE_SECONDS = 120.0
-# A rank that uses objcomm has published its card by the time its first call has lasted this long.
+# A rank that uses objcomm publishes its process record before its first call has lasted this long.
 _SURELY_TOLD_SECONDS = 1.0
-# A thousand ranks that wait would keep the store busy with each other's names.
+# Limits requests per check: a thousand waiting ranks would overload the store.
 _MOST_LEARNED = 8
 
 _CLOSED = "it is alive, but has destroyed its process group or given up after its own error"
@@ -58,7 +58,7 @@ _ALONE = "all of its connections ended at the same time: it lost its network, or
 _SAID = "it died, exited or lost its network, according to a rank that has closed its connections"
 _NEVER_CAME = "it died, exited or lost its network before it sent to or received from this rank"
 
-# Their receivers need only the source: the death of any other rank delays nobody.
+# Their receivers need only the source; the death of any other rank does not delay them.
 _FROM_ONE = frozenset(
     {
         Operation.BROADCAST,
@@ -69,23 +69,23 @@ _FROM_ONE = frozenset(
         Operation.SHARED_SEED,
     }
 )
-# Their destination needs each rank until that rank's contribution has arrived.
+# The destination needs each rank until that rank's contribution has arrived.
 _TO_ONE = frozenset({Operation.GATHER, Operation.GATHER_SCALAR})
 
 
 def needed(mesh: Mesh, lane: Lane, entry: CallRecord) -> Collection[int]:
-    """The ranks without which a wait can't end, as ranks within the group.
+    """Return the group ranks without which a wait cannot succeed.
 
-    Whichever of them dies, the wait is in vain, whomever it awaits just now. All operations need
-    all ranks, but for those that one rank gives to others, or others to one, and messages.
+    If any of them dies, the wait fails, even if it currently awaits another rank. All operations
+    need all ranks, except operations from one rank or to one rank, and point-to-point messages.
 
     Args:
-        mesh: of the call.
-        lane: the one that waits.
+        mesh: the mesh of the call.
+        lane: the lane that waits.
         entry: the call.
     """
     if mesh.link is None:
-        return mesh.others  # they meet
+        return mesh.others  # the rendezvous needs all
     operation, awaited = entry.header.operation, () if entry.awaits < 0 else (entry.awaits,)
     if mesh.whole is not None:
         return awaited
@@ -108,23 +108,25 @@ def loss_in(
     blocks: Mapping[str, tuple[int, ...]],
     patience_seconds: float | None = None,
 ) -> Verdict | None:
-    """What to say of a wait that needs processes which have ended; None if there are none.
+    """Return the verdict on a wait that needs processes that have ended; None if there are none.
 
-    Of a rank that this one awaits just now any end counts, its program's included. Another one may
-    have made this call before it came to its end, so there only a death counts. In a
-    ``fail_together`` block a wait needs all ranks that are in it: they meet at its end.
+    For a rank that is being awaited, any end counts, including a normal end of its program. Other
+    ranks may have made this call before their program ended, so for them only a death counts. In a
+    ``fail_together`` block a wait needs all ranks in the block, because they synchronize at its
+    end.
 
     Args:
-        mesh: of the call.
-        lane: the one that waits.
+        mesh: the mesh of the call.
+        lane: the lane that waits.
         entry: the call.
-        blocks: the global ranks of the meshes in which the blocks around it began, by nonce.
-        patience_seconds: as for ``loss_among``; none where the ranks have yet to meet.
+        blocks: by nonce, the global ranks of the meshes in which the blocks around it began.
+        patience_seconds: as for ``loss_among``; 0 before the ranks have met.
     """
     awaited = () if entry.awaits < 0 else (entry.awaits,)
     needs = needed(mesh, lane, entry)
     if mesh.link is None:
         awaited, needs = (*awaited, *needs), ()
+    # Once all have met, a peer may have sent data before this rank has its connections ready.
     patience = patience_seconds if mesh.session else 0.0
     found = loss_among(mesh, needs, awaited, patience)
     if found is None and entry.regions:
@@ -140,20 +142,20 @@ def loss_among(
     awaited: Iterable[int] = (),
     patience_seconds: float | None = None,
 ) -> Verdict | None:
-    """What to say of ranks of a mesh whose processes have ended, as the kernel and the cards tell.
+    """Return the verdict on ranks of a mesh whose processes have ended; None if there are none.
 
-    A connected rank gets what another one has sent before its end: that is in this host's memory
-    by then, as good as always where it came from another host, and the link takes it out, also
-    where the thread that moves it gets no turn for long. Where all have met, the other rank may
-    have sent that while this one is about to use its own connections.
+    The evidence comes from the kernel and the process records. A connected rank still receives data
+    that a peer sent before its end: by then it is in this host's memory (almost always, if it came
+    from another host), and the link reads it even if its thread is starved for a long time. So a
+    rank with unread data does not count yet.
 
     Args:
-        mesh: which.
-        needs: ranks within the group of which a death counts.
-        awaited: those of which any end counts, their program's included; the first is always asked
-            after, of many others only some at each look.
-        patience_seconds: how long an end must have been known; if None, long enough to read what
-            the ranks had sent.
+        mesh: the mesh.
+        needs: group ranks whose death counts.
+        awaited: group ranks for which any end counts, including a normal end of the program. Of
+            many processes on this host only some are checked at a time, but always the first.
+        patience_seconds: how long an end must have been known; if None, long enough to read the
+            data that the ranks had sent.
     """
     processes, link = mesh.board_thread.processes, mesh.link
     patience = LAST_BYTES_SECONDS if patience_seconds is None else patience_seconds
@@ -167,7 +169,7 @@ def loss_among(
             noticed.append(rank)
         if reason and counts[peer](rank) and not (link is not None and link.has_unread(peer)):
             ends[peer] = reason
-    if noticed:  # until the patience is over, the store says whether they came to their ends
+    if noticed:  # meanwhile, ask the store whether their programs ended normally
         mesh.board_thread.submit(lambda board: board.learn(noticed))
     if not ends:
         return None
@@ -175,37 +177,39 @@ def loss_among(
 
 
 def learn_ends(board: Board, mesh: Mesh) -> None:
-    """Take in whether the processes that the kernel says have ended came to their ends."""
+    """Read from the store whether processes that the kernel reports as ended did so normally."""
     killed = mesh.board_thread.processes.killed()
     board.learn(rank for rank in mesh.ranks if rank in killed)
 
 
 def by_name(mesh: Mesh, verdict: Verdict, board: Board) -> Verdict:
-    """A loss, as that of the rank that died, where that is known.
+    """Attribute a loss to the rank that died, if that is known.
 
-    Who has only raised because of it may have closed connections, and its program may have ended.
+    Ranks that merely raised because of the death may have closed their connections as well, and
+    their programs may have ended.
 
     Args:
-        mesh: of the call.
-        verdict: as the connections or the kernel tell it.
-        board: the store; this is called on its thread.
+        mesh: the mesh of the call.
+        verdict: the loss as seen by the connections or the kernel.
+        board: the store. Must be called on the board's thread.
     """
-    # Who ended by itself, or left its world, has left a word.
+    # Processes that ended normally or left the world have published a reason.
     killed = mesh.board_thread.processes.killed()
     board.learn({*killed, *(mesh.ranks[rank] for rank in verdict.ranks)})
     return by_name_here(mesh, verdict)
 
 
 def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
-    """``by_name``, as far as this process knows."""
+    """Do what ``by_name`` does with what this process knows, without asking the store."""
     processes = mesh.board_thread.processes
     killed = processes.killed()
     died = {rank: killed[each] for rank, each in enumerate(mesh.ranks) if each in killed}
-    if died and verdict.is_store_silent:  # whose end came later may have ended because of the first
+    if died and verdict.is_store_silent:  # later ends may be a consequence of the first
         first = processes.noticed_first(mesh.ranks[rank] for rank in died)
         died = {rank: why for rank, why in died.items() if mesh.ranks[rank] in first}
     if died:
-        # All that are known, whichever was noticed first: so all ranks name the same.
+        # All known deaths, independent of the order in which they were noticed: then all ranks
+        # report the same.
         named = [rank for rank in verdict.ranks if rank in died]
         why = next(iter(died.values()))
         return verdict._replace(ranks=tuple(sorted(died)), reason=verdict.reason if named else why)
@@ -219,7 +223,7 @@ def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
     if left and not failed and left.issuperset(verdict.ranks):
         ranks, reason = tuple(sorted(left)), reason or DESTROYED
     if reason:
-        # On several lanes calls have numbers that can't be compared.
+        # Sequence numbers of different lanes cannot be compared.
         lasts = [calls[rank].last for rank in ranks if rank in calls and len(mesh.lanes) == 1]
         known = [each for rank in ranks if (each := processes.of(mesh.ranks[rank])) is not None]
         groups = [group for each in known for group in each.calls]
@@ -233,24 +237,27 @@ def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
             elsewhere=next(apart, ()) if mesh.is_world else (),
         )
     are_beside = all(processes.is_beside(mesh.ranks[rank]) for rank in verdict.ranks)
-    # Who leaves by itself says why; of one whose connections were closed nobody has said it.
+    # A rank that leaves gives its reason; a closed connection comes without one.
     is_said = verdict.cause is Cause.LEFT or verdict.reason.startswith(_CLOSED)
     if not verdict.ranks or not are_beside or is_said:
         return verdict
-    # A connection can't tell that from a death; what else was raised says more.
+    # PEER_LOST cannot distinguish this from a death; any other reason adds information.
     is_by_connection = verdict.reason.startswith(PEER_LOST)
     return verdict._replace(reason=_CLOSED + f" ({verdict.reason})" * (not is_by_connection))
 
 
 def _last_calls(mesh: Mesh) -> dict[int, GroupCalls]:
-    """The members that have said that they leave, with the calls that they had made."""
+    """Return the members that have published that they leave, with the calls they had made."""
     calls_of, number = mesh.board_thread.processes.calls_of, mesh.number
     found = {peer: calls_of(mesh.ranks[peer], number) for peer in mesh.others}
     return {peer: calls for peer, calls in found.items() if calls is not None}
 
 
 def is_circle_of_the_dead(board: Board, meshes: Sequence[Mesh], conflict: Deadlock) -> bool:
-    """End the meshes of a circle that have lost a rank, which explains why others wait."""
+    """End the meshes of a deadlock that have lost a rank, and return whether there were any.
+
+    The loss then explains why the others wait.
+    """
     groups = {state.group for _, state, _ in conflict.found}
     found = False
     for mesh in meshes:
@@ -264,22 +271,23 @@ def is_circle_of_the_dead(board: Board, meshes: Sequence[Mesh], conflict: Deadlo
 
 
 def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
-    """End a mesh that has lost a peer; by that peer's doing, or by this rank's own.
+    """End a mesh that has lost a peer, and find out which rank is the cause.
 
-    A peer that closes its connections says whose loss is why, and those are named instead. With a
-    host its other ranks are lost, though their connections may end a moment later. If all of this
-    rank's connections have ended, the others may have ended them, and told why in the store.
+    A peer that closes its connections because of a loss lists the lost ranks in its farewell; the
+    verdict then lists those ranks instead. When a host is lost, all of its ranks are, even if their
+    connections close a moment later. If all of this rank's connections have closed, the others may
+    have closed them and posted the reason in the store.
 
     Args:
-        mesh: which.
-        proposal: what this rank's wait has found.
+        mesh: the mesh.
+        proposal: the loss that this rank's wait has seen.
 
     Returns:
-        What holds.
+        The verdict that holds.
     """
 
     def look(board: Board) -> Verdict | None:
-        board.learn(mesh.ranks[peer] for peer in mesh.others)  # all may have left
+        board.learn(mesh.ranks[peer] for peer in mesh.others)  # any of them may have left
         return mesh.heard or board.look(mesh.nonce)
 
     link = mesh.link
@@ -294,28 +302,28 @@ def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
     elif _are_all_closed(mesh):
         try:
             standing = mesh.board_thread.call(look)
-        except StoreSilentError:  # then each rank may have closed its own
+        except StoreSilentError:  # without the store, each rank may have closed its connections
             return settle_by_name(mesh, proposal)
         if standing is not None:
-            # Not once more by ``settle``: the others may have read it by then, and removed it.
+            # Not by ``settle``, which would post it again after the others have removed it.
             return mesh.stop(standing)
         if not any(map(mesh.board_thread.processes.end_of, mesh.ranks)) and not _last_calls(mesh):
-            # Nobody is there to be told: the others have told each other, and cleared the store.
+            # The others have agreed on a verdict among themselves and cleared the store.
             return mesh.stop(proposal._replace(ranks=(mesh.rank,), reason=_ALONE))
     return settle_by_name(mesh, proposal)
 
 
 def _to_blame(mesh: Mesh, closed: Iterable[int]) -> tuple[int, ...]:
-    """The ranks whose loss explains that peers have closed their connections: themselves if not."""
+    """Return the ranks blamed by peers for closing connections; for others, the peer itself."""
     blamed = {rank for peer in closed for rank in mesh.blamed_by(peer) or (peer,)}
     return tuple(sorted(blamed))
 
 
 def settle_by_name(mesh: Mesh, loss: Verdict, seconds: float = _NAMED_WITHIN_SECONDS) -> Verdict:
-    """``Mesh.settle``, under the name of the rank that died; the store is asked for both at once.
+    """Do what ``Mesh.settle`` does, but attribute the loss to the rank that died.
 
-    A rank that settles closes its connections. One that does not wait for the store may see only
-    that, and would name a rank that lives.
+    One job asks the store for both. A rank that settles closes its connections, so a rank that did
+    not ask the store might see only that and report a rank that is alive.
     """
     if mesh.verdict is not None:
         return mesh.settle(loss)
@@ -328,7 +336,7 @@ def settle_by_name(mesh: Mesh, loss: Verdict, seconds: float = _NAMED_WITHIN_SEC
 
 
 def _are_all_closed(mesh: Mesh) -> bool:
-    """Whether all of several connections have ended."""
+    """Whether all connections have closed, if there are several."""
     if mesh.link is None or len(mesh.others) == 1:
         return False
     time.sleep(_OTHERS_FIRST_SECONDS)
@@ -336,14 +344,14 @@ def _are_all_closed(mesh: Mesh) -> bool:
 
 
 def end_unconnected(mesh: Mesh, error: BaseException) -> None:
-    """End a mesh whose ranks could not all connect, and name the ranks that caused it.
+    """End a mesh whose ranks could not all connect, and find the ranks that caused it.
 
-    A rank that hears of a death closes its connections as a dead one does. So the store and the
-    kernel are asked first what another rank has posted and who has died, for a second at most.
+    A rank that learns of a death closes its connections just as a dead one does. So the store and
+    the kernel are first asked, for at most a second, for a posted verdict and for dead processes.
 
     Args:
-        mesh: which.
-        error: what connecting has raised here.
+        mesh: the mesh.
+        error: the exception raised while connecting.
     """
     if not isinstance(error, LinkClosed | LinkUnreachable):
         reason = f"it could not connect: {reason_of(error)}"
@@ -360,7 +368,7 @@ def end_unconnected(mesh: Mesh, error: BaseException) -> None:
         board.learn(rank for rank in ranks.values() if not processes.is_beside(rank))
         if apart:
             question = question or board.ask()
-            mesh.board_thread.answer(board)  # which it would do only when it has nothing else to do
+            mesh.board_thread.answer(board)  # which that thread otherwise does only when idle
             answered.update(each for each in apart if board.read(mesh.ranks[each], question))
         return board.look(mesh.nonce)
 
@@ -370,7 +378,7 @@ def end_unconnected(mesh: Mesh, error: BaseException) -> None:
         with contextlib.suppress(StoreSilentError):
             standing = mesh.board_thread.call(look)
             if standing is not None:
-                mesh.stop(standing)  # not by ``settle``, see ``end_by_loss``
+                mesh.stop(standing)  # not by ``settle``; see ``end_by_loss``
                 return
         killed = processes.killed()
         died = {peer: killed[rank] for peer, rank in ranks.items() if rank in killed}
@@ -390,7 +398,7 @@ def end_unconnected(mesh: Mesh, error: BaseException) -> None:
 
 
 def _end_by_deaths(mesh: Mesh, died: Mapping[int, str]) -> None:
-    """End a mesh by the deaths of which the kernel has told this rank, and tell other hosts."""
+    """End a mesh because of deaths that the kernel reported, and publish them for other hosts."""
 
     def tell(board: Board) -> None:
         for peer, reason in died.items():
@@ -402,7 +410,7 @@ def _end_by_deaths(mesh: Mesh, died: Mapping[int, str]) -> None:
 
 
 def local(mesh: Mesh, verdict: Verdict, error: TransportError) -> Verdict:
-    """A verdict that no store confirmed, with what this rank's own connections tell."""
+    """Complete a verdict that the store did not confirm from this rank's own connections."""
     if not verdict.is_store_silent:
         return verdict
     is_late = verdict.cause is Cause.TIMEOUT and not verdict.silent
@@ -415,10 +423,10 @@ def local(mesh: Mesh, verdict: Verdict, error: TransportError) -> Verdict:
 
 
 def tell_of_own_host(board: Board, mesh: Mesh) -> None:
-    """Let ranks of other hosts know which processes of this one have ended.
+    """Publish which processes of this host have ended, for ranks on other hosts.
 
-    They can't see it themselves, a child may keep the dead one's connections open, and who is
-    beside it need not await it.
+    Those ranks cannot see it themselves: a child may keep the dead process's connections open, and
+    ranks on this host may not be waiting for it.
     """
     processes = mesh.board_thread.processes
     ranks = [mesh.ranks[peer] for peer in mesh.others]
@@ -432,21 +440,24 @@ def tell_of_own_host(board: Board, mesh: Mesh) -> None:
 
 
 def learn(board: Board, mesh: Mesh, entry: CallRecord) -> None:
-    """Ask who the processes are that a call waits for, and whether those elsewhere have ended."""
+    """Read the records of processes that a call waits for; some of them, if there are many.
+
+    For processes on other hosts, the record also shows whether they have ended.
+    """
     processes = mesh.board_thread.processes
     unknown = [peer for peer in mesh.others if processes.of(mesh.ranks[peer]) is None]
     awaited = [] if entry.awaits < 0 else [entry.awaits]
-    if len(mesh.others) == 1:  # one that waits for any rank awaits each, too
+    if len(mesh.others) == 1:  # also for a receive from any rank, which awaits none in particular
         awaited = list(mesh.others)
     asked_about = {*awaited, *some(unknown)}
     far = [peer for peer in mesh.others if not processes.is_beside(mesh.ranks[peer])]
     board.learn({mesh.ranks[peer] for peer in {*asked_about, *some(far)}.intersection(far)})
     if time.monotonic() - entry.waits_since > _SURELY_TOLD_SECONDS:
-        _note_cut_off(mesh, asked_about)  # who meets needs all of them
+        _note_cut_off(mesh, asked_about)  # a rendezvous needs all of them
 
 
 def _note_cut_off(mesh: Mesh, awaited: Iterable[int]) -> None:
-    """Take in that ranks have ended that had not used objcomm, as torch's own connection tells."""
+    """Record the end of ranks that never used objcomm, as torch's own connections show it."""
     processes = mesh.board_thread.processes
     for rank in [mesh.ranks[peer] for peer in awaited if mesh.link is None]:
         if processes.of(rank) is None and mesh.board_thread.is_cut_off(rank):
@@ -454,7 +465,7 @@ def _note_cut_off(mesh: Mesh, awaited: Iterable[int]) -> None:
 
 
 def some(each: Sequence[T]) -> list[T]:
-    """Those to ask about this time: a thousand at a time would keep the store busy."""
+    """Return a random sample to ask about this time; a thousand at a time would load the store."""
     return random.sample(each, min(len(each), _MOST_LEARNED))
 
 
@@ -464,13 +475,16 @@ def is_lost(
     meshes: Sequence[Mesh],
     asked: int,
 ) -> bool:
-    """End a mesh that has lost a rank which a wait needs, as connections and silence tell.
+    """End a mesh if connections and silence show that a rank needed by a wait is lost.
 
     Args:
-        board: to ask.
-        waiting: a call with its mesh and lane; it keeps what was found so far.
-        meshes: all of this process.
-        asked: the number of a question that was just asked: an older answer may be a dead rank's.
+        board: the store.
+        waiting: a call with its mesh and lane. Findings so far are kept in the call's record.
+        meshes: all meshes of this process.
+        asked: the number of a question just asked. An older answer may be from a rank now dead.
+
+    Returns:
+        Whether the mesh was ended.
     """
     mesh, lane, entry = waiting
     found = _cut_off(board, mesh, lane, entry, asked)
@@ -485,11 +499,11 @@ def is_lost(
 def _dead(
     board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: CallRecord, asked: int
 ) -> tuple[int, ...]:
-    """Members whose connections with this rank in the world have ended, and who do not answer.
+    """Return members on other hosts that are cut off from this rank in the world and do not answer.
 
-    Either alone is no proof: a network may fail for a while, and a rank may be too busy to answer.
-    An outage does both, and that rank's answer may come long after it. Of a process of this host
-    the kernel tells.
+    Neither alone is proof: the network may fail for a while, and a rank may be too busy to answer.
+    An outage causes both, and the rank's answer may arrive long after it. Processes of this host
+    are skipped, because the kernel knows about them.
     """
     if mesh.link is not None:
         return ()
@@ -506,10 +520,10 @@ def _dead(
             continue
         first, since, looks = before.get(rank, (asked, now, 0))
         if board.read(rank, first) is not None:
-            continue  # it is asked anew
+            continue  # it answered; the next check starts over
         entry.unanswered[rank] = first, since, looks + 1
         if rank not in was_cut_off:
-            if looks:  # they may have no connection yet, whose end would tell
+            if looks:  # there may be no connection yet whose end would show the loss
                 for world in worlds:
                     call_far(world, [rank])
             continue
@@ -520,10 +534,11 @@ def _dead(
 
 
 def _cut_off(board: Board, mesh: Mesh, lane: Lane, entry: CallRecord, asked: int) -> Verdict | None:
-    """What to say of ranks of other hosts that a wait needs, but does not await.
+    """Return the verdict on lost ranks of other hosts that a wait needs but does not await.
 
-    The end of a connection wakes only a wait for that rank. Of this host's processes the kernel
-    tells; one of another host may have closed its connections when its program came to its end.
+    The end of a connection wakes only a wait for that rank. The kernel knows about processes of
+    this host. A rank of another host may have closed its connections because its program ended
+    normally.
     """
     link, processes = mesh.link, mesh.board_thread.processes
     if link is None:
@@ -539,7 +554,7 @@ def _cut_off(board: Board, mesh: Mesh, lane: Lane, entry: CallRecord, asked: int
             continue
         first, since, _ = entry.unanswered.setdefault(rank, (asked, now, 0))
         if board.read(rank, first) is not None:
-            continue  # it lives, and has left the group
+            continue  # it is alive and has left the group
         if link.is_out_of_reach(peer) or now - since >= LAST_BYTES_SECONDS:
             lost.append(peer)
     if not lost:
@@ -552,12 +567,12 @@ def _cut_off(board: Board, mesh: Mesh, lane: Lane, entry: CallRecord, asked: int
 
 
 def look_for_senders(meshes: Sequence[Mesh], missed: MutableSet[Mesh], board: Board) -> None:
-    """End meshes whose ranks have not met, if one of them can't come any more.
+    """End meshes whose ranks have not met, if one of the ranks can no longer join.
 
     Args:
-        meshes: which; each is listened to.
-        missed: those of which the last look has found the same. What a rank sends before its end
-            may come a moment later than its end is known.
+        meshes: the meshes, each with a thread that listens for messages.
+        missed: the meshes for which the previous check found the same. Data that a rank sent before
+            its end may arrive a moment after the end is known.
         board: the store.
     """
     for mesh in some(meshes):
@@ -580,11 +595,11 @@ def look_for_senders(meshes: Sequence[Mesh], missed: MutableSet[Mesh], board: Bo
 
 
 def missing_members(mesh: Mesh, board: Board) -> tuple[int, ...]:
-    """The members that can't come to meet this rank, because the whole group has lost them.
+    """Return the members that cannot join this mesh because the whole group has lost them.
 
     Args:
-        mesh: whose members.
-        board: to ask whether the group's connections were closed for another reason.
+        mesh: the mesh.
+        board: the store, to check whether the group's connections were closed for another reason.
     """
     whole = None if mesh.whole is None else mesh.whole()
     if mesh.link is not None or whole is None:
@@ -595,14 +610,14 @@ def missing_members(mesh: Mesh, board: Board) -> tuple[int, ...]:
 
 
 def lost_ranks(mesh: Mesh, board: Board) -> dict[int, bool]:
-    """The global ranks whose connections of a mesh ended because they died, left or were cut off.
+    """Return the global ranks that a mesh has lost because they died, left or were cut off.
 
     Args:
-        mesh: which.
-        board: to ask whether they were closed for another reason.
+        mesh: the mesh.
+        board: the store, to check whether the connections were closed for another reason.
 
     Returns:
-        Of each whether it was cut off: its host was out of reach, and may be there again.
+        For each rank, whether it was cut off: its host was unreachable, and may be reachable again.
     """
     link = mesh.link
     if link is None:
@@ -623,9 +638,10 @@ def lost_ranks(mesh: Mesh, board: Board) -> dict[int, bool]:
 
 
 def call_far(mesh: Mesh, peers: Iterable[int]) -> None:
-    """Connect to ranks of other hosts with which this one may have had nothing to do yet.
+    """Connect to ranks of other hosts to which there may be no connection yet.
 
-    The end of a connection tells of theirs. Of those on this host the kernel does.
+    If such a rank ends, its connection closes and shows that. For ranks of this host the kernel is
+    asked.
     """
     if mesh.link is None or mesh.verdict is not None:
         return

@@ -1,7 +1,7 @@
-"""One mesh of a group: its private connections from the ranks' meeting to the verdict that ends it.
+"""A mesh: the private connections of a group, from the rendezvous to the verdict that ends them.
 
-A group has one mesh at a time. After a verdict that all ranks outlive the next call makes a new
-one; nothing of the old one can reach it, because each has a name that no other ever had.
+A group has one mesh at a time. After a recoverable verdict the next call creates a new one. Each
+mesh has a unique nonce, so nothing sent on an old mesh can be taken for a message of the new one.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -53,38 +53,38 @@ if TYPE_CHECKING:
 
 
 _REPORT_SECONDS = 5.0
-# A rank that waits raises within 2 s of a death.
+# Long enough for the others' verdict: a waiting rank raises within 2 s of a death.
 _LISTENS_SECONDS = 5.0
-# How a farewell names a rank.
+# Encoding of a rank in a farewell.
 _RANK = Struct("<I")
-#: Length of a proof of who said something; see ``Mesh.proof``.
+#: Length of the authentication code that ``Mesh.proof`` returns.
 PROOF_NBYTES = 16
 
 
 class Mesh:
-    """See the module; every method may be called from any thread.
+    """The connections between some ranks of a group; see the module docstring. Thread-safe.
 
     Attributes:
-        name: the group's.
-        is_world: whether it joins all ranks, for as long as they are in a world.
+        name: the group's name.
+        is_world: whether it is the mesh of the default group of all ranks.
         ranks: global ranks of the group.
-        rank: this process's rank within the group.
-        members: those of the group's ranks that it joins, as ranks within the group.
-        whole: gives the whole group's mesh, if there is one, where this one joins two ranks.
-        is_destroyed: tells whether this process has destroyed the group.
+        rank: this process's group rank.
+        members: the ranks that it connects, as group ranks.
+        whole: on a mesh of two ranks, returns the whole group's mesh, if there is one; else None.
+        is_destroyed: returns whether this process has destroyed the group.
         history: the group's calls on this rank.
-        board_thread: where verdicts are posted.
-        lanes: by name.
+        board_thread: the thread that posts verdicts.
+        lanes: the lanes by name.
         link: the connections, once the ranks have met.
-        verdict: what ended it.
-        number: what headers carry of its nonce, once the ranks have met.
-        outlives: the name of a verdict that was known before its ranks met, and so concerns none of
-            its traffic.
-        failed_meeting: the nonce of the group's last mesh, where not all ranks came to know it.
-        blocks: the keys of those in which this rank is.
+        verdict: what ended it, as this rank raises it.
+        number: a hash of the nonce, carried in headers, once the ranks have met.
+        outlives: the name of a verdict that was known before the ranks met, so it does not concern
+            the traffic of this mesh.
+        failed_meeting: the nonce of the group's last mesh, if that mesh never connected.
+        blocks: the keys of the ``fail_together`` blocks that this rank is in.
         is_closed: whether its connections were closed after the verdict.
-        died: what to say to who polls in one of them, where a rank has died.
-        heard: what others have posted while this rank waited for none of them.
+        died: the verdict for callers that poll in one of these blocks after a rank has died.
+        heard: the verdict that others have posted while this rank did not wait for them.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Mesh:
         self.members = members
         self.whole = whole
         self.is_destroyed = is_destroyed
-        self._end_unconnected = end_unconnected  # names the missing ranks; see ``losses``
+        self._end_unconnected = end_unconnected  # finds the missing ranks; see ``losses``
         self.history = history
         self.board_thread = board_thread
         self.lanes: dict[str, Lane] = {}
@@ -121,8 +121,8 @@ class Mesh:
         self.died: Verdict | None = None
         self.heard: Verdict | None = None
         self._listens_until = 0.0
-        self._told: Verdict | None = None  # the verdict, as all ranks see it
-        self._secret: bytes | None = None  # of the user's key
+        self._told: Verdict | None = None  # the verdict as posted, not as seen by this rank
+        self._secret: bytes | None = None  # derived from the user's key
         self._reported = history.refused[0]
         self.is_closed = False
         self._meeting = MeetingState(rank, members, is_pair=whole is not None)
@@ -132,41 +132,41 @@ class Mesh:
 
     @property
     def nonce(self) -> str:
-        """Its name among all meshes, once this rank knows it; the key of its verdict."""
+        """Its unique identifier and the key of its verdict; empty until this rank knows it."""
         return self._meeting.nonce
 
     @property
     def session(self) -> str:
-        """What its messages' signatures are bound to, once it is connected."""
+        """What the signatures of its messages are bound to, once it is connected."""
         return self._meeting.session
 
     @property
     def labels(self) -> dict[str, object]:
-        """Whom a record in the log concerns."""
+        """The ``extra`` fields of log records: rank and group."""
         return {"rank": self.ranks[self.rank], "group": self.name}
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The members but this one."""
+        """The members except this rank."""
         return tuple(member for member in self.members if member != self.rank)
 
     @property
     def is_meeting(self) -> bool:
-        """Whether a thread is about to connect the members, or to give up."""
+        """Whether a thread is still connecting the members."""
         return self._connector.is_alive
 
     def await_connector(self, seconds: float) -> None:
-        """Wait so long at most until no thread is about to connect the members."""
+        """Wait at most ``seconds`` for the thread that connects the members to end."""
         self._connector.join(seconds)
 
     @property
     def can_be_replaced(self) -> bool:
-        """Whether the group's next call may make a new mesh, once there is a verdict."""
+        """Whether there is a verdict and the group's next call may create a new mesh."""
         if self.verdict is None:
             return False
         has_not_begun = self.link is None and not self.verdict.is_final
         if self.verdict.ranks == (self.rank,) and self.verdict.reason == PROGRAM_ENDED:
-            return True  # this rank's exit handlers go on
+            return True  # this rank's exit handlers may still communicate
         return self.verdict.is_recoverable or has_not_begun
 
     def connect(
@@ -181,18 +181,18 @@ class Mesh:
     ) -> Connections:
         """Meet the other ranks and connect to each; every rank must call this.
 
-        Blocks in Python, so Ctrl-C ends it; what may block in C++ is done by a thread.
+        Blocks in Python, so Ctrl-C ends it; calls that may block in C++ run on another thread.
 
         Args:
-            store: the world's.
+            store: the world's store.
             deadline: how long to wait for the last rank.
-            lane: the calling thread's.
-            operation: which call needs the connections.
-            call_site: the user's line that made it.
-            caller: that call, where another thread may wait for it.
+            lane: the calling thread's lane.
+            operation: the operation that needs the connections.
+            call_site: the user's line that called it.
+            caller: the record of that call, if another thread may wait for it.
 
         Raises:
-            ObjcommError: the verdict, for instance that some ranks did not come.
+            ObjcommError: the verdict, for example that some ranks did not join in time.
         """
         header = Header(sender=self.rank, sequence=MEETING, lane=lane.number, call_site=call_site)
         if self.whole is not None:
@@ -204,25 +204,29 @@ class Mesh:
         entry.regions = regions.get()
         entry.waiter = threading.get_ident()
         lane.begin(entry, deadline)
-        if not math.isinf(entry.report_at):  # most that wait here for long have forgotten a rank
+        # Warn early: most long waits here are due to a rank that never makes the call.
+        if not math.isinf(entry.report_at):
             entry.report_at = min(entry.report_at, entry.waits_since + _REPORT_SECONDS)
         try:
             try:
                 self.begin_meeting(store, deadline)
-            except RuntimeError:  # the others must hear of it, so this thread meets them
+            except RuntimeError:  # no thread could be started; the others must learn of it
                 self._connector.do_here(partial(self._meet, store, deadline))
             link = self.connections_for(operation)
             self._raise_failures_of(entry.regions, operation, is_pair=lane.order is not None)
         except BaseException as error:
             is_told = isinstance(error, ObjcommError)
             if self.verdict is None and self.whole is None:
-                # By Ctrl-C, for instance: the others would meet who is not in their call. Of a pair
-                # the other one has sent nothing yet, and this one may come again.
+                # For example after Ctrl-C: otherwise the others would connect to a rank that is no
+                # longer in their call. In a pair, the peer has sent nothing yet, and this rank may
+                # try again.
                 own = proposal_for(error, self.rank)
                 is_told = self.settle(own).name == own.name
             if is_told and self.verdict is not None:
                 self.absolve(lane.owner)
-            if self._meeting.parting:  # its word must not reach those that come for the next call
+            # Wait until the connector has posted the parting verdict, which is not for the ranks of
+            # a later call.
+            if self._meeting.parting:
                 self.await_connector(PATIENCE_SECONDS)
             entry.end(error, time.time() - entry.began)
             raise
@@ -233,17 +237,18 @@ class Mesh:
         return link
 
     def connections_for(self, operation: str) -> Connections:
-        """The link, once the ranks have met.
+        """Wait until the ranks have met and return the link.
 
         Args:
-            operation: which call needs it.
+            operation: the operation that needs it.
 
         Raises:
             ObjcommError: the verdict, if they never will.
         """
         if self.link is not None:
             return self.link
-        failed = self._connected.exception()  # raised, its frames would hold this mesh in a cycle
+        # Not raised by ``result()``: its traceback would keep this mesh alive in a cycle.
+        failed = self._connected.exception()
         if failed is None:
             return self._connected.result()
         if self.verdict is None:
@@ -251,32 +256,35 @@ class Mesh:
         raise self.verdict.error(f"{operation} ({FIRST_USE})")
 
     def apart(self) -> Verdict | None:
-        """The verdict for a limit that passed because two ranks could not reach each other."""
+        """Return the verdict for a timeout because two ranks could not reach each other, if any."""
         found = None if self.link is not None else self._meeting.unreachable
         if found is None:
             return None
         return Verdict.of(Cause.APART, ranks=found.ranks, reason=found.reason, is_final=True)
 
     def begin_meeting(self, store: dist.Store, deadline: Deadline) -> None:
-        """Let a thread meet the other members, unless one has begun to; returns at once.
+        """Start a thread that meets the other members, unless one has started; return immediately.
 
         Raises:
-            UsageError: the environment names a transport, ports or a key file that do not serve.
-            RuntimeError: this process can start no more threads; the next call tries again.
+            UsageError: the environment sets an unusable transport, port range or key file.
+            RuntimeError: this process cannot start more threads. The next call tries again.
         """
-        # Read here, so that a mistake in the environment is an error before any traffic.
+        # Read here, so a mistake in the environment raises before any traffic.
         _ = deadline.settings.chosen_transport, deadline.settings.chosen_ports
         environment_secret()
         self._connector.start(partial(self._meet, store, deadline))
 
     def _raise_failures_of(self, blocks: Sequence[str], operation: str, *, is_pair: bool) -> None:
-        """Raise what has failed in blocks around a call, before it can pair with one outside."""
+        """Raise a failure in a block around a call before the call can match one outside it."""
         told = self.met_too_late(blocks)
         if told is not None:
             raise (told if is_pair else self.settle(told)).error(operation)
 
     def met_too_late(self, blocks: Sequence[str]) -> Verdict | None:
-        """What had failed in these blocks when the ranks met; the other rank may be outside."""
+        """Return the verdict on these blocks if one had failed before the ranks met.
+
+        The other rank may already have left the block.
+        """
         for key in blocks:
             told = self.failed(key)
             if told is not None:
@@ -290,9 +298,10 @@ class Mesh:
             self.settle(told)
 
     def _meet(self, store: dist.Store, deadline: Deadline) -> None:
-        # For a pair ``met_too_late`` tells the one that waits, and the other goes on.
+        # In a pair, ``met_too_late`` informs the rank that waits, and the other one continues.
         self._meeting.heed = None if self.whole is not None else self._heed
-        with contextlib.suppress(StoreSilentError):  # who has met has said who it is, before
+        # Wait until the board's thread has published this process: its peers may rely on that.
+        with contextlib.suppress(StoreSilentError):
             self.board_thread.call(lambda _: None)
         clients = self.board_thread.clients
         self._secret = deadline.settings.secret or environment_secret()
@@ -326,18 +335,18 @@ class Mesh:
                 )
         except GivenUpError:
             clients.give_back(own)
-            return  # by ``stop``, whose verdict the callers raise
+            return  # because of ``stop``, whose verdict the callers raise
         except LeftError as left:
             clients.give_back(own)
             word = left.word
             self.board_thread.submit(lambda board: self.stop(board.take_in(self.name, word), board))
             return
-        except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
+        except BaseException as error:  # noqa: BLE001  # this thread must not end silently
             if isinstance(error, dist.DistNetworkError):
                 killed = self.board_thread.processes.killed()
                 died = tuple(rank for rank, each in enumerate(self.ranks) if each in killed)
                 reason = f"the store where ranks meet is gone ({reason_of(error)})"
-                if not died:  # of the others nobody is known to be at fault
+                if not died:  # then only processes outside this group are known to have ended
                     hosts = (f"; rank {rank} of the world: {why}" for rank, why in killed.items())
                     reason += next(hosts, "")
                 self.settle(Verdict.of(Cause.LOST, ranks=died, reason=reason))
@@ -345,7 +354,7 @@ class Mesh:
                 self._lose(error)
             return
         finally:
-            self._meeting.heed = None  # it holds this mesh: a cycle would keep connections open
+            self._meeting.heed = None  # breaks a cycle that would keep the connections open
         with self._lock:
             self.number = fingerprint(self.nonce)
             self.link = link
@@ -357,9 +366,9 @@ class Mesh:
         link.abort(self._farewell())  # the verdict came first
 
     def _learn(self, peers: Sequence[int]) -> None:
-        """Take in who the processes of this host are, of which the kernel tells when they end.
+        """Read the process records of peers on this host, so the kernel can be asked about them.
 
-        Before all have connected: the store's host may be the next to die.
+        Done before all ranks have connected, because the store's host may be the next to die.
         """
         with contextlib.suppress(StoreSilentError):
             self.board_thread.call(lambda board: board.learn(self.ranks[peer] for peer in peers))
@@ -370,18 +379,19 @@ class Mesh:
             self._end_unconnected(self, error)
 
     def listen(self, now: float) -> None:
-        """Hear what ends the mesh, for some seconds after this rank has lost a connection.
+        """Ask the store for a verdict for some seconds after this rank has lost a connection.
 
-        A rank that computes asks nobody, and the store may be gone when it makes its next call.
+        A rank that computes does not ask otherwise, and the store may be gone by its next call.
         """
         self._listens_until = self._listens_until or now + _LISTENS_SECONDS
         if self.heard is None and now < self._listens_until:
             self.board_thread.submit(partial(_hear, weakref.ref(self)))
 
     def report_refusals(self) -> None:
-        """Log that connections were refused, the more rarely the more there are.
+        """Log refused connections, at every doubling of their number.
 
-        Not where they are: a thread may hold the link's lock there, and another one a handler's.
+        Not logged where they are refused: that thread may hold the link's lock while another thread
+        holds a logging handler's.
         """
         count, why = self.history.refused
         if count.bit_length() > self._reported.bit_length():
@@ -393,9 +403,9 @@ class Mesh:
             )
 
     def settle(self, proposal: Verdict, seconds: float = PATIENCE_SECONDS) -> Verdict:
-        """End the mesh by ``proposal``, or by whatever another rank has posted before.
+        """End the mesh by ``proposal``, or by a verdict that another rank has posted before.
 
-        Waits for the store for ``seconds`` at most. What it returns is what this rank raises.
+        Waits at most ``seconds`` for the store. Returns the verdict that this rank must raise.
         """
         if self.verdict is not None:
             return self.stop(self.verdict)
@@ -405,9 +415,9 @@ class Mesh:
         return self.stop(told)
 
     def settle_on(self, board: Board, proposal: Verdict) -> Verdict:
-        """``settle``, by the board's thread."""
-        # Two threads may settle at once: who comes second must neither post nor acknowledge, or its
-        # word stays in the store when all ranks have read the first one's.
+        """Do what ``settle`` does, on the board's thread."""
+        # Two threads may settle at the same time. The second must neither post nor acknowledge, or
+        # its verdict would stay in the store after all ranks have read the first one.
         if self.verdict is not None:
             return self.verdict
         if self.link is not None and not proposal.is_recoverable:
@@ -418,46 +428,46 @@ class Mesh:
     def is_owed(self) -> bool:
         """Whether a thread has yet to raise the verdict.
 
-        One that has ended is in no sequence of calls that other ranks could be ahead of.
+        A thread that has ended does not count: no other rank waits for its next call.
         """
         lanes = [lane for lane in tuple(self.lanes.values()) if lane.owes]
         return any(lane.order is not None or lane.owner.is_alive() for lane in lanes)
 
     def is_owed_by(self, thread: threading.Thread) -> bool:
-        """Whether this thread has."""
+        """Whether ``thread`` has yet to raise the verdict."""
         lanes = tuple(self.lanes.values())
         return any(lane.owes and lane.is_of(thread) for lane in lanes)
 
     def last_position(self, thread: threading.Thread) -> Position | None:
-        """Where this thread made its last call over these connections; None if it has made none."""
+        """Return where ``thread`` made its last call on this mesh; None if it made none."""
         lanes = tuple(self.lanes.values())
         past = [lane.past[-1] for lane in lanes if lane.owner is thread and lane.past]
         return max(past, key=lambda call: call.began).position() if past else None
 
     def destroyed(self) -> Verdict:
-        """What this rank says where its program has destroyed the group, or left all."""
+        """Return this rank's verdict for a group that its program has destroyed or left."""
         by = filter(None, (each.left_by for each in self.board_thread.processes.own.calls))
         return Verdict.of(Cause.LEFT, ranks=(self.rank,), reason=DESTROYED, left_by=next(by, ""))
 
     def absolve(self, thread: threading.Thread) -> None:
-        """A thread raises the verdict, for all its lanes."""
+        """Record that ``thread`` raises the verdict, for all its lanes."""
         for lane in tuple(self.lanes.values()):
             if lane.is_of(thread):
                 lane.owes = False
 
     def fail(self, key: str, proposal: Verdict) -> Verdict:
-        """End the mesh because the block ``key`` failed here, and let it be known there, too."""
+        """End the mesh because block ``key`` failed here; post the verdict for the block, too."""
         standing: list[Verdict] = []
 
         def post(board: Board) -> Verdict:
             winner = board.propose(key, proposal)
-            # With a verdict all ranks may have read it, and nobody removes another.
+            # After a verdict, all ranks may have read it, and nothing would remove a second one.
             if self.nonce and self.verdict is None:
                 standing.append(board.propose(self.nonce, winner))
             return winner
 
         winner = self.posted(proposal, post)
-        # Another rank's may have come first: whether a next call may connect is that one's matter.
+        # If another rank posted first, its verdict decides whether the next call may reconnect.
         self.stop(standing[0] if standing else winner)
         return winner
 
@@ -467,21 +477,21 @@ class Mesh:
         post: Callable[[Board], Verdict],
         seconds: float = PATIENCE_SECONDS,
     ) -> Verdict:
-        """The verdict that stands once ``post`` was done, or this rank's own without an answer."""
+        """Run ``post`` on the board's thread; return its verdict, or ``proposal`` on a timeout."""
         try:
             return self.board_thread.call(post, seconds)
         except StoreSilentError:
             return self.heard or proposal._replace(is_store_silent=True)
 
     def failed(self, key: str) -> Verdict | None:
-        """What some rank has posted for the block ``key``, as far as the store answers."""
+        """Return the verdict posted for the block ``key``; None if there is none or no answer."""
         try:
             return self.board_thread.call(lambda board: board.look(key))
         except StoreSilentError:
             return None
 
     def enter(self, key: str) -> Verdict | None:
-        """Be in the block ``key``, unless another rank has failed in it and this one has heard."""
+        """Enter the block ``key``, unless it has failed elsewhere; then return its verdict."""
         with self._lock:
             if self.verdict is not None and self.verdict.block == key:
                 return self.verdict
@@ -489,19 +499,19 @@ class Mesh:
             return None
 
     def end_block(self, key: str) -> None:
-        """Be in the block ``key`` no more, however it has ended."""
+        """Leave the block ``key``, however it has ended."""
         self.blocks.discard(key)
         self.board_thread.forget(key)
 
     def leave(self, key: str) -> None:
-        """Say that this rank leaves the block ``key`` by its verdict."""
+        """Acknowledge the verdict by which this rank leaves the block ``key``."""
         self.board_thread.submit(lambda board: board.acknowledge(key, len(self.members)))
 
     def blamed_by(self, peer: int) -> tuple[int, ...]:
-        """Whose loss has made a peer close its connections, as it said; empty if it said nothing.
+        """Return the lost ranks that a peer's farewell gave as its reason; empty without one.
 
-        It is here before the store answers, and where the store does not. It names ranks and says
-        nothing else: what has ended the mesh, the store tells.
+        The farewell arrives before the store answers, and even if the store does not answer. It
+        contains only ranks; the reason why the mesh ended comes from the store.
         """
         link, others = self.link, {*self.others} - {peer}
         said = b"" if link is None else link.farewell_of(peer)
@@ -516,25 +526,29 @@ class Mesh:
         return tuple(sorted(named)) if named <= others else ()
 
     def _farewell(self) -> bytes:
-        """What this rank says as it closes its connections: whose loss is why."""
+        """Return this rank's farewell: the ranks whose loss makes it close its connections."""
         verdict = self._told
         lost = verdict.ranks if verdict is not None and verdict.cause is Cause.LOST else ()
-        if not lost or not {*lost} <= {*self.members}:  # from the store, which others may reach
+        # Ranks come from the store, to which other programs may have access.
+        if not lost or not {*lost} <= {*self.members}:
             return b""
         ranks = b"".join(map(_RANK.pack, lost))
         return ranks + self.proof(self.rank, ranks)
 
     def proof(self, sender: int, said: bytes) -> bytes:
-        """Shows that a rank of this mesh, with this rank's key if there is one, has said it."""
+        """Return a code that authenticates ``said`` as sent by a rank of this mesh.
+
+        It is keyed with the session, and with the user's key if there is one.
+        """
         key = hashlib.blake2b(self.session.encode(), key=self._secret or b"").digest()
         said = _RANK.pack(sender) + said
         return hashlib.blake2b(said, key=key, digest_size=PROOF_NBYTES).digest()
 
     def adopt(self, standing: Verdict) -> None:
-        """Take the others' verdict for one that the store was too slow for.
+        """Replace a verdict that could not be posted in time by the one that the others posted.
 
-        Whether a next call may make a new mesh must be the same on all ranks: where only some may,
-        they would wait there for the others. It keeps the name under which this rank raises it.
+        All ranks must agree on whether the next call may create a new mesh: if only some did, they
+        would wait there for the others. The name under which this rank raises it does not change.
         """
         with self._lock:
             if self.verdict is not None:
@@ -544,13 +558,16 @@ class Mesh:
     def stop(self, verdict: Verdict, board: Board | None = None) -> Verdict:
         """Close the connections because of a verdict that is known to the other ranks.
 
-        The first one holds; it is returned, as this rank sees it. Whoever returns finds them
-        closed, also where another thread has just come first: what this rank then says of its error
-        must not be overtaken by what it had begun to send.
+        If there already is a verdict, that one holds. The connections are closed when this returns,
+        even if another thread got here first: data that this rank had begun to send must not arrive
+        after it has reported its error.
 
         Args:
-            verdict: why; one that the store was too slow for is known here only.
-            board: given on the board's own thread, where that may do no further job.
+            verdict: the reason; known only here if the store did not answer in time.
+            board: given on the board's thread if that may not run another job.
+
+        Returns:
+            The verdict that holds, as this rank sees it.
         """
         with self._lock:
             standing = self.verdict
@@ -558,21 +575,23 @@ class Mesh:
             if standing is None:
                 self._told = told
                 self.verdict = verdict
-                if verdict.cause is Cause.DESYNC:  # another limit, or Ctrl-C, is one rank's own
+                # Only a desync concerns all ranks; a timeout or Ctrl-C is this rank's own matter.
+                if verdict.cause is Cause.DESYNC:
                     self._meeting.parting = pack_record(verdict)
                 self._meeting.end()
-                # Not the mesh itself: a job that waits would keep its connections open.
+                # A strong reference in a queued job would keep the mesh's connections open.
                 mesh, blocks = weakref.ref(self), frozenset(self.blocks)
                 known = self.nonce, self.rank, self.members, blocks, told
                 job = partial(_acknowledge, mesh, *known)
                 if self.nonce and board is None:
-                    # Before a call wakes: the next mesh may remove what it finds of this one.
+                    # Before any call wakes: the next mesh may remove this one's keys.
                     self.board_thread.submit(job)
                 if self.link is None:
                     self._connected.set_exception(verdict.error(FIRST_USE))
-                    self._connected.exception()  # taken: nobody may be waiting for it
-        # A generator may be closed while the interpreter ends: torch would abort the process then,
-        # and its end closes the connections.
+                    # Retrieved here, because no thread may be waiting for it.
+                    self._connected.exception()
+        # Not during interpreter shutdown, when a generator may be closed: torch would abort the
+        # process. The end of the process closes the connections anyway.
         if self.link is not None and not self.is_closed and not sys.is_finalizing():
             self.link.abort(self._farewell())
             self.is_closed = True
@@ -606,13 +625,14 @@ def _acknowledge(  # noqa: PLR0917  # what a job is given
     verdict: Verdict,
     board: Board,
 ) -> None:
-    """Say that this rank knows what ended its mesh, so that the last to do so clears the store.
+    """Acknowledge the verdict on a mesh in the store; the last rank to do so removes it.
 
-    One that the store was too slow for is posted now, unless another rank has posted its own: who
-    meets has no connection that would tell it. Nobody waits for a farewell.
+    A verdict that could not be posted in time is posted now, unless another rank has posted one:
+    ranks in a rendezvous do not have a connection whose end would alert them. A farewell is not
+    posted, because no rank waits for one.
 
-    Who is in the failed block says so when it leaves; another rank may be on its way there still,
-    and hears in the call before.
+    A rank inside the failed block acknowledges the block's verdict when it leaves the block. A rank
+    that has not reached the block yet raises it in an earlier call, and acknowledges it here.
     """
     standing: Verdict | None = verdict
     if verdict.is_store_silent and verdict.reason in FAREWELLS:
@@ -625,7 +645,7 @@ def _acknowledge(  # noqa: PLR0917  # what a job is given
     if ended is not None and standing.name != verdict.name:
         ended.adopt(standing)
     lost = set(standing.ranks if standing.cause is Cause.LOST else ()).intersection(members)
-    # Ranks that some can't reach may live, and ask the store later: its word for them stays there.
+    # Ranks on an unreachable host may be alive and ask later, so the verdict stays in the store.
     if rank not in lost and HOST_LOST not in standing.reason:
         board.acknowledge(nonce, len(members) - len(lost))
     if standing.block.startswith(nonce) and standing.block not in blocks:

@@ -1,9 +1,9 @@
-"""What ranks tell each other when waiting gets long: whereabouts and verdicts, in the store.
+"""Snapshots and verdicts that ranks exchange through the store once a wait takes long.
 
-The store may be served by a process that is stopped, and then each operation on it blocks. So one
-thread for each world does nothing but talk to the store, and whoever needs an answer waits for
-that thread with a limit. A rank writes nothing here while its calls go well; it looks three
-times a second whether somebody asks where it is.
+If the process that serves the store is stopped, every operation on it blocks. So one thread per
+world does nothing but talk to the store, and a caller that needs an answer waits for that thread
+with a timeout. A rank writes nothing here while its calls succeed; three times a second it checks
+whether another rank has asked for its snapshot.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-#: How often a rank that nobody waits for looks whether it is asked; for more than 300 ranks
-#: less often, so that the store serves 1,000 such looks a second at most.
+#: How often an idle rank checks whether its snapshot is wanted. With more than 300 ranks it checks
+#: less often, so the store serves at most 1,000 such checks a second.
 IDLE_SECONDS = 0.3
 _LOOKS_PER_SECOND = 1000
 _CIRCLES = 4
-# A program that destroys groups one after another tells of the latest only.
+# A program that destroys many groups publishes the calls of the latest ones only.
 _MOST_GROUPS = 16
 #: How long a raising rank waits for the store.
 PATIENCE_SECONDS = 0.5
 
-# How old an answer may be that who polls is given.
+# The maximum age of an answer given to a caller that polls.
 _HEARD_SECONDS = 0.5
 
 _PREFIX = "objcomm"
@@ -58,11 +58,11 @@ class StoreSilentError(Exception):
 
 
 class Board:
-    """The store's operations; used by the board's thread only, because each may block.
+    """The operations on the store. For the board's thread only, because each may block.
 
     Attributes:
         rank: this process's global rank.
-        addresses: where the store is, if it is on a network.
+        addresses: the network addresses of the store, if it is a ``TCPStore``.
     """
 
     def __init__(self, store: dist.Store, rank: int, processes: Processes) -> None:
@@ -77,22 +77,22 @@ class Board:
         self._sampler = StackSampler()
         self.answered = 0
         self.rank = rank
-        # Before all else, so that whoever waits for this rank finds out who it is.
+        # First of all, so that ranks that wait for this one can identify its process.
         processes.is_new = not self._store.check([f"process/{rank}"])
         self._store.set(f"process/{rank}", pack_record(processes.own))
 
     def ask(self) -> int:
-        """Ask every rank where it is; returns the question's number."""
+        """Ask every rank for its snapshot; return the question's number."""
         number: int = self._store.add("asked", 1)
         return number
 
     def asked(self) -> int:
-        """The number of the latest question."""
-        # add(key, 0) would do, but a FileStore would write each time.
+        """Return the number of the latest question."""
+        # add(key, 0) would return it, too, but a FileStore would write each time.
         return int(read(self._store, "asked") or 0)
 
     def publish(self, snapshot: WaitSnapshot) -> WaitSnapshot:
-        """Tell where this process is; returns that with its circles, and where its threads are."""
+        """Publish a snapshot with known deadlocks and the threads' positions added; return it."""
         now = time.monotonic()
         circles = [
             circle._replace(told_seconds=now - since, told_at=since)
@@ -106,15 +106,16 @@ class Board:
         return told
 
     def tell_circle(self, circle: Deadlock) -> None:
-        """Add to what is published: this rank raises because of ``circle``."""
+        """Add a deadlock to the published snapshots: this rank raises because of it."""
         if all(circle.waits != known.waits for known, _ in self._circles):
             self._circles.append((circle, time.monotonic()))
 
     def learn(self, ranks: Iterable[int]) -> None:
-        """Take in who some ranks' processes are, or that they have ended, where that was told."""
+        """Read the process records of some ranks, as far as they are published."""
         keys = {rank: f"process/{rank}" for rank in ranks}
         if len(keys) > 1 and self._store.check(list(keys.values())):
-            told = self._store.multi_get(list(keys.values()))  # one question: nobody removes them
+            # One request for all; it cannot block, because these keys are never removed.
+            told = self._store.multi_get(list(keys.values()))
         else:
             told = [read(self._store, key) for key in keys.values()]
         for rank, raw in zip(keys, told, strict=True):
@@ -123,9 +124,9 @@ class Board:
                     self._processes.note(rank, unpack_record(raw, Process, "a process"))
 
     def tell_end(self, rank: int, word: str) -> None:
-        """Say why a rank's process has ended, unless it was said or the rank has another one."""
+        """Publish why a rank's process has ended, unless a reason or a new process is published."""
         if rank != self.rank:
-            self.learn([rank])  # it may have added to what is known here
+            self.learn([rank])  # the known record may be out of date
         own = rank == self.rank
         process = self._processes.own if own else self._processes.of(rank)
         if process is not None and not process.word:
@@ -133,13 +134,13 @@ class Board:
             self._store.compare_set(f"process/{rank}", pack_record(process), pack_record(told))
 
     def leave(self, word: str) -> None:
-        """Take back what this process has told, and say why it leaves the world."""
+        """Remove this process's snapshot and publish why it leaves the world."""
         if self.answered:
             self._store.delete_key(f"where/{self.rank}")
         self.tell_end(self.rank, word)
 
     def read(self, rank: int, asked: int) -> WaitSnapshot | None:
-        """Where another process is, if it has answered question ``asked`` or a later one."""
+        """Return a rank's snapshot if it answers question ``asked`` or a later one."""
         if (raw := read(self._store, f"where/{rank}")) is None:
             return None
         try:
@@ -149,56 +150,56 @@ class Board:
         return found if found.asked >= asked else None
 
     def forget_address(self, group: str, rank: int) -> None:
-        """Remove where torch wrote how to reach a rank of ``group``, a process group of ours."""
-        # The addresses of a job that splits often would fill the store: torch removes none.
+        """Remove the address that torch stored for a rank of ``group``, one of our groups."""
+        # Torch never removes them, so those of a job that splits often would fill the store.
         self._store.delete_key(f"{group.removeprefix(f'{_PREFIX}/')}//cpu//0/{rank}")
 
     def propose(self, key: str, verdict: Verdict) -> Verdict:
-        """Write a verdict unless there is one; returns the one that stands."""
+        """Write a verdict unless there is one; return the one that is in the store."""
         standing = self._store.compare_set(f"verdict/{key}", "", pack_record(verdict))
         return self.take_in(key, standing)
 
     def look(self, key: str) -> Verdict | None:
-        """The verdict that stands, if there is one."""
+        """Return the verdict in the store, if there is one."""
         raw = read(self._store, f"verdict/{key}")
         return None if raw is None else self.take_in(key, raw)
 
     def tell_calls(self, calls: Iterable[GroupCalls]) -> None:
-        """Add to who this process is what calls it has made, now that it makes no more."""
+        """Add the calls made over some meshes to this process's record; no more will follow."""
         told = (*self._processes.own.calls, *calls)[-_MOST_GROUPS:]
         own = self._processes.own = self._processes.own._replace(calls=told)
         self._store.set(f"process/{self.rank}", pack_record(own))
 
     def tell_figures(self, figures: bytes) -> None:
-        """Add to who this process is what its calls have cost."""
+        """Add the cost of this process's calls to its record."""
         own = self._processes.own = self._processes.own._replace(figures=figures)
         self._store.set(f"process/{self.rank}", pack_record(own))
 
     def acknowledge(self, key: str, awaited: int) -> None:
-        """Say that this rank knows a verdict; the last of ``awaited`` ranks removes it."""
+        """Count this rank as having read a verdict; the last of ``awaited`` ranks removes it."""
         if self._store.add(f"known/{key}", 1) >= awaited:
             self.retract(key)
 
     def retract(self, key: str) -> None:
-        """Remove a verdict that no rank will look for."""
+        """Remove a verdict that no rank will look up any more."""
         self._store.delete_key(f"verdict/{key}")
         self._store.delete_key(f"known/{key}")
         self.end_turns(key)
 
     def take_turn(self, key: str) -> int:
-        """Which turn this rank has to find out what shall be the verdict on ``key``, from 1."""
+        """Return this rank's turn, from 1, in working out the verdict on ``key``."""
         number: int = self._store.add(f"turns/{key}", 1)
         return number
 
     def end_turns(self, key: str) -> None:
-        """Let the next rank that takes a turn be the first."""
+        """Restart the count of turns, so that the next rank to take one is the first."""
         self._store.delete_key(f"turns/{key}")
 
     def take_in(self, key: str, raw: bytes) -> Verdict:
-        """The verdict on ``key``; one that can't be read says no more than that there is one.
+        """Decode the verdict on ``key``; a damaged one becomes a verdict without details.
 
-        A circle is passed on: whoever awaits this rank in it looks here, and may share no mesh with
-        the rank that has found it.
+        A deadlock in it is published by this rank, too: a rank that waits for this one may not
+        share a mesh with the rank that found the deadlock.
         """
         try:
             verdict = unpack_record(raw, Verdict, "a verdict")
@@ -210,7 +211,7 @@ class Board:
 
 
 def _answer(answer: Future[R], job: Callable[[Board], R], board: Board) -> None:
-    """Do a job for the thread that waits for its answer."""
+    """Run a job and pass its result to the waiting thread."""
     try:
         answer.set_result(job(board))
     except Exception as error:  # noqa: BLE001  # raised by the thread that waits
@@ -220,13 +221,13 @@ def _answer(answer: Future[R], job: Callable[[Board], R], board: Board) -> None:
 
 
 def _let_go(job: Callable[[Board], object]) -> None:
-    """Tell who waits for a job's answer that there will be none."""
+    """Fail the wait for a job's result: the job will not run."""
     if isinstance(job, functools.partial) and job.func is _answer:
         job.args[0].set_exception(StoreSilentError())
 
 
 def _addresses_of(store: dist.Store, before: dict[int, int]) -> set[Any]:
-    """Where a store is to which this process has just connected."""
+    """Return the addresses of a store to which this process has just connected."""
     end = bare(store)
     return other_ends(before, end.port) if isinstance(end, dist.TCPStore) else set()
 
@@ -235,12 +236,12 @@ class BoardThread:
     """The thread that talks to one world's store.
 
     Attributes:
-        addresses: where the store is, once the thread is connected to it over a network.
-        processes: those of the world.
+        addresses: the store's addresses, once the thread is connected to it over a network.
+        processes: what is known about the world's processes.
         is_cut_off: see ``__init__``.
-        clients: other connections to it, for threads that connect a mesh.
-        clients_of_groups: the same for process groups of the user's: torch, or the user, may wait
-            in a group's store at any time.
+        clients: further connections to the store, for threads that connect a mesh.
+        clients_of_groups: the same for the user's process groups: torch, or the user, may be
+            waiting in a group's store at any time.
     """
 
     def __init__(
@@ -253,16 +254,16 @@ class BoardThread:
         is_needed: Callable[[BoardThread], bool],
         is_cut_off: Callable[[int], bool],
     ) -> None:
-        """Begin.
+        """Start the thread.
 
         Args:
-            store: the world's.
+            store: the world's store.
             rank: this process's global rank.
             size: number of ranks in the world.
-            describe: tells where this process is, given the number of the question.
-            is_needed: whether the world still exists, or has left connections of which the others
-                have yet to be told that they end; the thread ends when nobody needs it.
-            is_cut_off: whether a connection of the world's own to a rank is known to have closed.
+            describe: returns a snapshot of this process, given the question's number.
+            is_needed: whether the world still exists, or has open connections whose end must still
+                be announced. The thread ends when this returns false.
+            is_cut_off: whether torch's own connection to a rank of the world is known to be closed.
         """
         self._jobs: queue.SimpleQueue[Callable[[Board], object]] = queue.SimpleQueue()
         self._store: dist.Store | None = store
@@ -283,12 +284,14 @@ class BoardThread:
         self._thread.start()
 
     def submit(self, job: Callable[[Board], object]) -> None:
-        """Have ``job`` done soon, on the board's thread."""
+        """Queue ``job`` for the board's thread; return immediately."""
         self._jobs.put(job)
         self._forget_if_over()
 
     def call(self, job: Callable[[Board], R], seconds: float = PATIENCE_SECONDS) -> R:
-        """What ``job`` returns on the board's thread, which may ask itself: so do finalizers there.
+        """Run ``job`` on the board's thread and return its result.
+
+        May be called on the board's thread itself, as finalizers that run there do.
 
         Raises:
             StoreSilentError: the store did not answer within ``seconds``.
@@ -305,12 +308,13 @@ class BoardThread:
         except (TimeoutError, RuntimeError) as error:
             raise StoreSilentError from error
         finally:
-            del answer  # it holds the error, whose traceback holds this frame
+            del answer  # breaks a cycle: it holds the error, whose traceback holds this frame
 
     def heard(self, key: str) -> Verdict | None:
-        """The verdict on ``key``, as far as this process has heard; does not wait for the store.
+        """Return the verdict on ``key`` that this process knows, without waiting for the store.
 
-        Asks the store again where the last answer is old, so who calls this often hears soon.
+        If the last answer is old, the store is asked again in the background, so a caller that
+        polls learns of a verdict soon.
         """
         told, ask_at = self._heard.get(key, (None, 0.0))
         if told is None and time.monotonic() >= ask_at:
@@ -327,12 +331,12 @@ class BoardThread:
                 self._heard[key] = (told, time.monotonic() + _HEARD_SECONDS)
 
     def forget(self, key: str) -> None:
-        """Nobody will ask any more what was heard of ``key``."""
+        """Drop what is known about ``key``; nothing will ask for it any more."""
         self._heard.pop(key, None)
 
     def _forget_if_over(self) -> None:
-        """Let go of jobs that came when the last was done: they hold meshes, and so sockets."""
-        if self._is_over or not self._thread.is_alive():  # a forked child has no such thread
+        """Drop jobs queued after the thread has ended: they keep meshes, and so sockets, alive."""
+        if self._is_over or not self._thread.is_alive():  # in a forked child the thread is gone
             self._take_all(_let_go)
 
     def _take_all(self, take: Callable[[Callable[[Board], object]], None]) -> None:
@@ -341,10 +345,10 @@ class BoardThread:
                 take(self._jobs.get_nowait())
 
     def close(self, seconds: float, farewell: str) -> bool:
-        """End the thread, and wait for it so long; whether it has ended, or still is blocked.
+        """End the thread and wait for it; return whether it has ended.
 
         Args:
-            seconds: how long to wait.
+            seconds: how long to wait; the store may block the thread for longer.
             farewell: why this process leaves the world.
         """
         self._farewell = farewell
@@ -364,7 +368,7 @@ class BoardThread:
         store, self._store = self._store, None
         if store is None:
             return
-        # A store whose host is gone raises; then nobody can be told, and each job says so.
+        # Raised if the store's host is gone. Pending jobs then fail with StoreSilentError.
         with contextlib.suppress(RuntimeError):
             board = self._board = Board(store, self._rank, self.processes)
             self.addresses = board.addresses
@@ -375,18 +379,18 @@ class BoardThread:
                 except queue.Empty:
                     job = self.answer
                 self._do(job, board)
-            # What was to be told or taken back when the world ended: others may wait for it.
+            # Jobs queued before the world ended: other ranks may wait for what they post.
             self._take_all(lambda job: self._do(job, board))
             board.leave(self._farewell)
 
     def _do(self, job: Callable[[Board], object], board: Board) -> None:
-        # The store's host is gone, or a stranger wrote to it: the thread must go on, because an
-        # error here may not keep others from being told.
+        # The store's host may be gone, or a stranger may have written to the store. The thread
+        # must keep running, because later jobs may have to inform other ranks.
         with contextlib.suppress(Exception):
             job(board)
 
     def answer(self, board: Board) -> None:
-        """Tell where this process is, if somebody has asked since it last did."""
+        """Publish a snapshot of this process if a rank has asked since the last one."""
         asked = board.asked()
         if asked > board.answered:
             board.publish(self._describe(self, asked))

@@ -1,8 +1,9 @@
-"""Why a mesh ended: one finding, the same on every rank, and the error that it means there.
+"""Verdicts: why a mesh ended, agreed by all of its ranks, and the error each rank raises for it.
 
-A verdict is first written to the store (the first one wins), then the connections are closed, so
-whoever finds a closed connection can look up why. Ranks in it are ranks within the mesh's group.
-Who ends a wait by an error proposes one; a ``fail_together`` block gives those within it a name.
+A verdict is written to the store before the connections are closed, so a rank that finds a closed
+connection can look up the reason. The first verdict written wins. Ranks in a verdict are group
+ranks. A rank whose wait fails proposes a verdict. A rank that fails in a ``fail_together`` block
+posts its verdict under the block's key, too.
 """
 
 import uuid
@@ -28,18 +29,18 @@ class Cause(IntEnum):
     """What happened."""
 
     DESYNC = 1  # ranks are in different operations
-    REFUSED = 2  # a rank refused a message after its header, or failed while others wait for it
-    FAILED = 3  # an error inside of fail_together
-    TIMEOUT = 4  # a limit passed
-    LOST = 5  # a connection closed, and nobody had said why
-    LEFT = 6  # a rank gave its call up, by Ctrl-C for instance, and may be gone
-    APART = 7  # two ranks could not connect to each other, and both may be well
+    REFUSED = 2  # a rank refused a message after its header, or failed while others waited for it
+    FAILED = 3  # an error inside fail_together
+    TIMEOUT = 4  # a timeout expired
+    LOST = 5  # a connection closed, and no rank had given a reason
+    LEFT = 6  # a rank gave up its call, for example by Ctrl-C, and may be gone
+    APART = 7  # two ranks could not connect to each other; both may be healthy
 
 
-#: The reason of a rank that has left because it had nothing more to do.
+#: The reason given by a rank whose program has ended normally.
 PROGRAM_ENDED = "its program has ended"
 
-#: The reason of one that has destroyed its process group.
+#: The reason given by a rank that has destroyed its process group.
 DESTROYED = "it destroyed its process group"
 
 _OF_SEVERAL = {
@@ -47,10 +48,10 @@ _OF_SEVERAL = {
     DESTROYED: "they destroyed their process groups",
 }
 
-#: After these a rank has nothing more to say, and nothing is wrong.
+#: Reasons of ranks that left normally: nothing is wrong.
 FAREWELLS = frozenset(_OF_SEVERAL)
 
-#: After these all ranks live and know it, so they can meet again.
+#: After these all ranks are alive and know it, so they can reconnect.
 _RECOVERABLE = frozenset({Cause.DESYNC, Cause.REFUSED, Cause.FAILED})
 
 
@@ -59,24 +60,25 @@ class Verdict(NamedTuple):
 
     Attributes:
         cause: what happened.
-        name: unlike any other verdict's.
-        ranks: whom it concerns: the missing, the dead, the one that left, the two that are apart.
-        reason: in words.
-        seconds: the limit that passed.
-        positions: where ranks are; of ranks that have left, where they made their last calls.
-        left_by: how and at which line the first of these has left, where that was said.
-        elsewhere: global ranks of a group in which these have made calls without this rank, which
+        name: a unique identifier.
+        ranks: the ranks concerned: missing, dead or departed ranks, or the two that are apart.
+        reason: an explanation in words.
+        seconds: the timeout that expired.
+        positions: where the ranks are; for ranks that have left, where they made their last call.
+        left_by: how the first of these left, and at which line, if it published that.
+        elsewhere: global ranks of a group in which ``ranks`` made calls without this rank, which
             waits for all ranks.
-        failures: what went wrong on which rank.
-        silent: ranks that did not answer when asked where they are.
-        silent_seconds: for how long they have not.
-        is_store_silent: whether the store did not answer; it is told this verdict when it does.
-        operation: what failed, where it is not the operation that a rank is in.
-        meshes: the nonces of all meshes that it ends, where there are several.
-        circle: who waited for whom, a packed ``Deadlock``, where ranks waited in a circle.
-        is_final: whether no rank's next call may try again, though its own ranks had not met: one
-            is known to be gone, or another rank has connected and lost what it had.
-        block: the key of the block in which a rank has failed.
+        failures: the failure of each rank that failed.
+        silent: ranks that did not answer when asked for their position.
+        silent_seconds: how long they have been silent.
+        is_store_silent: whether the store did not answer; the verdict is posted once it does.
+        operation: the operation that failed, if it is not the one that the raising rank is in.
+        meshes: the nonces of all meshes that the verdict ends, if there are several.
+        circle: a packed ``Deadlock`` that lists which rank waited for which.
+        is_final: whether no rank may try again in its next call, even if its own ranks had not
+            connected: a rank is known to be gone, or another rank had connected and lost its
+            connections.
+        block: the key of the block in which a rank failed.
     """
 
     cause: Cause
@@ -99,21 +101,22 @@ class Verdict(NamedTuple):
 
     @classmethod
     def of(cls, cause: Cause, **fields: Any) -> Self:
-        """A new verdict."""
+        """Create a verdict with a new name."""
         return cls(cause, uuid.uuid4().hex, **fields)
 
     @property
     def is_recoverable(self) -> bool:
-        """Whether the group's next call may connect its ranks anew."""
+        """Whether the group's next call may reconnect its ranks."""
         return self.cause in _RECOVERABLE
 
     def seen_by(self, rank: int, others: tuple[int, ...]) -> Self:
-        """The same as one rank sees it: a rank that others have lost has lost the others.
+        """Return the verdict from the point of view of one rank.
 
-        No rank names itself in an error as one that is gone.
+        A rank that the others have lost reports that it lost the others: no error lists the rank
+        that raises it as gone.
 
         Args:
-            rank: which.
+            rank: the rank that will raise the verdict.
             others: all other members of the mesh.
         """
         if self.cause not in {Cause.LOST, Cause.APART} or rank not in self.ranks:
@@ -126,11 +129,11 @@ class Verdict(NamedTuple):
         return self._replace(ranks=there or here, reason=reason)
 
     def error(self, operation: str, own: Position | None = None) -> ObjcommError:
-        """What a rank raises.
+        """Return the error that a rank raises for this verdict.
 
         Args:
-            operation: the one that the rank is in.
-            own: where it is.
+            operation: the operation that the rank is in.
+            own: the position of the rank.
         """
         if self.cause is Cause.DESYNC:
             known = {each.rank for each in self.positions}
@@ -163,10 +166,12 @@ class Verdict(NamedTuple):
         return TransportError(operation, self.ranks, reason)
 
     def _unmade(self, own: Position | None) -> str:
-        """What to add to the reason of ranks that have left, and never made the call of this one.
+        """Return a suffix for the reason: how many calls ranks made before they left.
+
+        Empty if they had made this rank's call as well, or if that is unknown.
 
         Args:
-            own: where this rank is.
+            own: the position of this rank.
         """
         last = next((each for each in self.positions if each.rank in self.ranks), None)
         if last is None or own is None:
@@ -181,7 +186,7 @@ class Verdict(NamedTuple):
 
 
 def proposal_for(error: BaseException, rank: int) -> Verdict:
-    """The verdict that ``error`` on ``rank`` calls for."""
+    """Return the verdict to propose after ``error`` on ``rank``."""
     if isinstance(error, DesyncError):
         positions = tuple(error.positions.values())
         return Verdict.of(Cause.DESYNC, reason=error.reason, positions=positions)
@@ -190,17 +195,18 @@ def proposal_for(error: BaseException, rank: int) -> Verdict:
     if isinstance(error, TransportError):
         return Verdict.of(Cause.LOST, ranks=error.peers, reason=error.reason)
     if isinstance(error, Exception):
-        # A message was refused, or memory is missing, of which torch says so by a RuntimeError: the
-        # connections are at fault in none of these, because what they raise has its name by now.
+        # A refused message, or a lack of memory, which torch reports as a RuntimeError. Failures of
+        # the connections never get here: they have been turned into TransportErrors.
         return Verdict.of(Cause.REFUSED, failures=(failure_of(error, rank),))
     reason = f"it left after {brief_text_of(error)}"
     return Verdict.of(Cause.LEFT, ranks=(rank,), reason=reason)
 
 
-#: Each block's key in the store, where the first rank that fails in it posts its verdict.
+#: The store keys of the ``fail_together`` blocks around the current call. The first rank that
+#: fails in a block posts its verdict under that key.
 regions: ContextVar[tuple[str, ...]] = ContextVar("objcomm_regions", default=())
 
 
 def nonce_of(block: str) -> str:
-    """The name of the mesh in which a block began."""
+    """Return the nonce of the mesh in which a block began."""
     return block.partition("/")[0]

@@ -1,20 +1,20 @@
-"""Sees to it that no wait is a silent one: one thread for all groups of a process.
+"""The watchdog: one thread per process that makes sure no call of any group hangs silently.
 
-Four times a second it looks at the calls that wait. What has waited for half a second is
-investigated: where are the others, and has anybody ended this? What has waited for a minute is
-logged, and what has passed its limit ends, at that moment and not at the next look. The thread
-itself never talks to the store, which may not answer: that is the board's thread's work, and what
-this has not done after half a second is done here without it.
+Four times a second it checks the calls that wait. A call that has waited for half a second is
+investigated: where are the other ranks, and has one of them ended the call? A call that has waited
+for a minute is logged. A call ends when its timeout expires, not at the next check. The watchdog
+never talks to the store, which may not answer. It hands such jobs to the board's thread, and if one
+is not done within a second, it acts without the store.
 
-It also lets Ctrl-C end a wait that sits in C++. Python runs signal handlers between bytecodes of
-the main thread only, and a wait for a peer is one long call. So while the main thread waits, the
-interpreter writes each signal's number into a socket that the watchdog sleeps on; it ends the mesh,
-the wait raises, and the handler runs. Only SIGINT does that: its handler usually raises, so the
-operation is lost anyway, whereas a SIGTERM handler usually sets a flag ("checkpoint after this
-step") and must not cost the connections.
+It also lets Ctrl-C end a wait inside C++. Python runs signal handlers between bytecodes of the main
+thread only, and a wait for a peer is one long C++ call. So while the main thread waits, the
+interpreter writes each signal's number to a socket on which the watchdog sleeps. The watchdog ends
+the mesh, the wait raises, and the handler runs. Only SIGINT has this effect. Its handler usually
+raises, so the operation is lost anyway, whereas a SIGTERM handler usually sets a flag ("checkpoint
+after this step") and must not cost the connections.
 
-And it ends with the program: a thread that comes back from C++ while the interpreter ends would
-abort the process, so no thread of objcomm's, nor one that calls it, stays inside of torch.
+It also cleans up when the program ends: a thread that returns from C++ while the interpreter shuts
+down would abort the process, so no thread may be left inside torch by then.
 """
 
 import contextlib
@@ -60,32 +60,33 @@ from objcomm._world import CONNECT_MAX, store_of
 from objcomm.errors import UsageError, brief_text_of
 
 TICK_SECONDS = 0.25
-#: A wait of this length is no surprise; a longer one is investigated.
+#: A wait of up to this length is normal; a longer one is investigated.
 OVERDUE_SECONDS = 0.5
-# A wait this long will be longer still: every fourth look does.
+# A wait that has lasted this long will probably continue, so only every fourth check investigates.
 _LONG_SECONDS = 4.0
 _LONG_LOOKS = 4
-# In a group of more ranks each asks less often. A look takes 5 requests to the store, and 13 until
-# all processes are known: so it has 13,000 a second to answer at most, however many ranks wait.
+# In a group of more ranks, each asks less often. An investigation takes 5 requests to the store,
+# and 13 until all processes are known. So the store has to answer at most 13,000 requests a second,
+# however many ranks wait.
 _RANKS_AT_EACH_LOOK = 250
 _EXPIRY_SECONDS = 0.9
 _MOST_LOOKED_AT = 4
 _INTERRUPT_SECONDS = 0.3
-_NUDGE = b"\0"  # no signal's number
+_NUDGE = b"\0"  # not a signal number
 # How long to wait for the store when calls are compared.
 _COMPARISON_SECONDS = 1.0
-# For all that was sent to other hosts to be there before the process ends.
+# How long to wait at the end for delivery of data sent to other hosts.
 _DELIVERY_SECONDS = 0.5
 
 
 class Watchdog(threading.Thread):
-    """See the module; one per process, made by its first mesh."""
+    """The process's watchdog thread, created with its first mesh; see the module docstring."""
 
     def __init__(self, former: "Watchdog | None" = None) -> None:
-        """Begin.
+        """Create a watchdog that is not started yet.
 
         Args:
-            former: whose work this one takes over, because its thread has ended.
+            former: a watchdog whose thread has ended and whose work this one takes over.
         """
         super().__init__(name="objcomm-watch", daemon=True)
         self.pid = os.getpid()
@@ -93,17 +94,19 @@ class Watchdog(threading.Thread):
         self.forward_to = -1
         self._receiving, self._sending = socket.socketpair()
         self._sending.setblocking(False)  # noqa: FBT003  # socket's own signature
-        # Each step is one of a dictionary's, and needs no lock: see ``_alive``.
+        # Used without a lock: each access is a single dictionary operation; see ``_alive``.
         self._meshes = weakref.WeakKeyDictionary[Mesh, None]()
         self._listeners = weakref.WeakKeyDictionary[Mesh, threading.Thread]()
-        # Also those whose world has gone, until their threads have ended.
+        # Includes those whose world is gone, until their threads have ended.
         self.board_threads: weakref.WeakSet[BoardThread] = weakref.WeakSet()
         self._fallbacks: list[tuple[float, Callable[[], object]]] = []
-        # Weak: a question that comes when the world has just gone is never asked, nor done with.
+        # Weak, because a job submitted just after its world has gone never runs, and so never
+        # removes its entry.
         self._investigating: weakref.WeakSet[BoardThread] = weakref.WeakSet()
         self._missed: weakref.WeakSet[Mesh] = weakref.WeakSet()
-        # What was found, until it was logged or a call has raised it.
-        self._is_contradicted = weakref.WeakKeyDictionary[Mesh, bool]()  # False: it was logged
+        # Meshes on which ranks made different calls. The value is False once that is logged or
+        # raised.
+        self._is_contradicted = weakref.WeakKeyDictionary[Mesh, bool]()
         self._expiring = weakref.WeakKeyDictionary[BoardThread, deque[Waiting]]()
         self._looked_at = 0.0
         self._looks = 0
@@ -113,55 +116,55 @@ class Watchdog(threading.Thread):
             self.board_threads, self._fallbacks = former.board_threads, former._fallbacks  # noqa: SLF001  # likewise
 
     def begin(self) -> None:
-        """Start, once it is known to be the one.
+        """Start the thread, once this is known to be the process's watchdog.
 
         Raises:
-            RuntimeError: this process can start no more threads.
+            RuntimeError: this process cannot start more threads.
         """
         self.start()
 
     def add(self, mesh: Mesh) -> None:
-        """Watch a mesh as long as it lives."""
+        """Watch a mesh while it exists."""
         self._meshes[mesh] = None
         self._nudge()
 
     def expect(self, mesh: Mesh, listener: threading.Thread) -> None:
-        """End a thread that waits on ``mesh`` before the interpreter ends."""
+        """Make sure that a thread that waits on ``mesh`` ends before the interpreter does."""
         self._listeners[mesh] = listener
 
     def meshes(self, board_thread: BoardThread) -> list[Mesh]:
-        """Those of one world."""
+        """Return the meshes of one world."""
         return [mesh for mesh in self._all_meshes() if mesh.board_thread is board_thread]
 
     def has_open(self, board_thread: BoardThread) -> bool:
-        """Whether one of those is connected: where its group has ended it is about to say so."""
+        """Whether a mesh of that world is connected: its end must still be announced."""
         return any(
             mesh.verdict is None and mesh.link is not None for mesh in self.meshes(board_thread)
         )
 
     def named(self, nonces: Sequence[str]) -> list[Mesh]:
-        """The meshes of these names."""
+        """Return the meshes with these nonces."""
         return [mesh for mesh in self._all_meshes() if mesh.nonce in nonces]
 
     def snapshot(self, board_thread: BoardThread, asked: int) -> WaitSnapshot:
-        """Where this process is, in one world."""
+        """Return this process's snapshot for one world."""
         return wait_snapshot(self.meshes(board_thread), asked)
 
     def listen(self) -> None:
-        """Let the interpreter write signals' numbers here."""
+        """Make the interpreter write signal numbers to the watchdog's socket."""
         self.forward_to = signal.set_wakeup_fd(self._sending.fileno(), warn_on_full_buffer=False)
 
     def rest(self) -> None:
-        """Give the descriptor back to whoever had it."""
+        """Restore the previous wake-up descriptor."""
         former, self.forward_to = self.forward_to, -1
         try:
             signal.set_wakeup_fd(former)
-        except (OSError, ValueError):  # its owner has closed it meanwhile, or before
+        except (OSError, ValueError):  # its owner has closed it
             signal.set_wakeup_fd(-1)
 
     def run(self) -> None:
-        """Look, sleep, and look again; no error ends that."""
-        with selectors.PollSelector() as selector:  # select() knows no descriptor above 1,023
+        """Check and sleep in turns until closed; no error ends the loop."""
+        with selectors.PollSelector() as selector:  # select() fails for descriptors above 1,023
             selector.register(self._receiving, selectors.EVENT_READ)
             while not self._is_closing:
                 pause: float | None = TICK_SECONDS
@@ -173,7 +176,7 @@ class Watchdog(threading.Thread):
                     self._tick(time.monotonic())
 
     def _pause(self) -> float | None:
-        """Until the next look, or the next limit; without a mesh there is nothing to look at."""
+        """Return the seconds until the next check or timeout; None without a mesh to check."""
         if not self._meshes and not self._fallbacks:
             return None
         dues = [entry.waits_until for _, _, entry in self._waiting() if not entry.has_expired]
@@ -190,11 +193,11 @@ class Watchdog(threading.Thread):
                 os.write(forward_to, signals)  # asyncio finds its signals there
 
     def _fall_back(self, seconds: float, end: Callable[[], object]) -> None:
-        """End a mesh, or one call, without the store's help unless it has ended by then."""
+        """Schedule ``end``, which ends a mesh or a call without the store if it has not ended."""
         self._fallbacks.append((time.monotonic() + seconds, end))
 
     def _tick(self, now: float) -> None:
-        """Do what is due; who polls wakes the thread often, and not each time is a look around."""
+        """Do what is due. Polling calls wake the thread often, but not for a full check."""
         is_look = now >= self._looked_at + TICK_SECONDS
         self._looked_at = now if is_look else self._looked_at
         self._looks += is_look
@@ -228,25 +231,25 @@ class Watchdog(threading.Thread):
         self._end_overdue(now)
 
     def _end_overdue(self, now: float) -> None:
-        """End without the store what it was to end, and has not."""
+        """Run the fallbacks that are due."""
         for due, end in self._fallbacks:
             if due <= now:
-                with logged("could not end an expired wait"):  # the others still can
+                with logged("could not end an expired wait"):  # still run the others
                     end()
         self._fallbacks = [each for each in self._fallbacks if each[0] > now]
 
     def _leave_destroyed(self) -> None:
-        """Close the connections of groups that the program has destroyed: others may wait."""
+        """Close the connections of groups that the program has destroyed: other ranks may wait."""
         for mesh in self._all_meshes():
             if mesh.verdict is None and mesh.link is not None and mesh.is_destroyed():
                 left = mesh.destroyed()
                 if mesh.whole is None and not any(lane.is_busy for lane in mesh.lanes.values()):
-                    mesh.stop(left._replace(is_store_silent=True))  # as if the group were collected
+                    mesh.stop(left._replace(is_store_silent=True))  # as for a collected group
                 else:
                     self._end(mesh, left)
 
     def _leave_failed(self) -> None:
-        """Tell who waits for the main thread that it has failed, where others keep its process."""
+        """End the meshes of a main thread that has failed while other threads keep running."""
         main, error = threading.main_thread(), getattr(sys, "last_value", None)
         if main.is_alive() or error is None:
             return
@@ -258,25 +261,27 @@ class Watchdog(threading.Thread):
                 self._end(mesh, Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason))
 
     def _look_for_the_dead_in_blocks(self) -> None:
-        """Let those who poll in a block know that a rank has died in it: they are never overdue."""
+        """Record deaths for calls that poll in a block, which are never overdue themselves."""
         for mesh in self._all_meshes():
             if mesh.blocks and mesh.verdict is None:
                 with logged("could not check whether a process has ended"):
                     mesh.died = loss_among(mesh, mesh.others)
 
     def _move_links(self) -> None:
-        """Let go out and come in what a rank has begun that waits elsewhere, as in another group.
+        """Progress transfers on all links while this rank waits elsewhere, as in another group.
 
-        Some links move only while a thread waits for them, and others may need that first.
+        Some links make progress only while a thread waits on them, and other ranks may need their
+        data first.
         """
         meshes = self._all_meshes()
-        is_awaited = any(map(_is_occupied, meshes))  # a lost host may be known by another mesh
+        # A wait on one mesh may depend on a lost host that only another mesh notices.
+        is_awaited = any(map(_is_occupied, meshes))
         for mesh in meshes:
             mesh.report_refusals()
             link = mesh.link
             if link is not None and not mesh.is_closed:
                 with logged("could not move the pending transfers"):
-                    # Ctrl-C may have struck between the verdict and the end of the connections.
+                    # Ctrl-C may have hit between setting the verdict and closing the connections.
                     if mesh.verdict is None:
                         link.move(is_awaited=is_awaited)
                     else:
@@ -287,10 +292,10 @@ class Watchdog(threading.Thread):
                 self._look_for_others_calls(mesh)
 
     def _look_for_others_calls(self, mesh: Mesh) -> None:
-        """End a mesh on which a rank has sent something for another call than this rank's.
+        """End a mesh on which a peer has sent a message for a different call than this rank's.
 
-        A rank that only sends hears of that nowhere else, and has nothing to wait for. A call that
-        is under way may raise it, so it is logged only where none does.
+        A rank that only sends would not learn of it otherwise, because it never waits. A call in
+        progress may raise the error, so it is logged only if none does.
         """
         if mesh.verdict is None and mesh not in self._is_contradicted:
             found = audit.contradiction(mesh)
@@ -309,16 +314,16 @@ class Watchdog(threading.Thread):
     def _is_in_vain(
         self, mesh: Mesh, lane: Lane, entry: CallRecord, known: dict[object, bool]
     ) -> bool:
-        """``_has_ended_in_vain``, asked once for a thousand calls that wait for the same."""
+        """Do ``_has_ended_in_vain`` once for all calls of the same kind, perhaps a thousand."""
         kind = lane, entry.header.operation, entry.is_confirmed, entry.awaits, entry.regions
         if kind not in known:
             known[kind] = self._has_ended_in_vain(mesh, lane, entry)
         return known[kind]
 
     def _has_ended_in_vain(self, mesh: Mesh, lane: Lane, entry: CallRecord) -> bool:
-        """End a mesh, if one of its calls needs a process that has ended."""
+        """End a mesh if the call needs a process that has ended; return whether it does."""
         verdict = None
-        with logged("could not check whether a process has ended"):  # limits still hold
+        with logged("could not check whether a process has ended"):  # timeouts still work
             meshes = self._all_meshes() if entry.regions else []
             blocks = {each.nonce: each.ranks for each in meshes}
             verdict = loss_in(mesh, lane, entry, blocks)
@@ -327,7 +332,10 @@ class Watchdog(threading.Thread):
         return verdict is not None
 
     def _look_for_senders(self) -> None:
-        """End what is listened to and never comes: who polls makes no call that is overdue."""
+        """End meshes that are listened on and whose peer can no longer join.
+
+        A caller that polls does not have an overdue call that would be investigated.
+        """
         if self._looks % _LONG_LOOKS:
             return
         unmet: defaultdict[BoardThread, list[Mesh]] = defaultdict(list)
@@ -335,7 +343,7 @@ class Watchdog(threading.Thread):
             if mesh.verdict is not None or mesh.link is not None:
                 continue
             verdict = None
-            with logged("could not check whether a process has ended"):  # the others go on
+            with logged("could not check whether a process has ended"):  # check the others
                 verdict = loss_among(mesh, (), awaited=mesh.others)
             if verdict is None:
                 unmet[mesh.board_thread].append(mesh)
@@ -345,15 +353,15 @@ class Watchdog(threading.Thread):
             self._ask(board_thread, functools.partial(look_for_senders, meshes, self._missed))
 
     def _end(self, mesh: Mesh, verdict: Verdict, lane: Lane | None = None) -> None:
-        """End a mesh by what this thread has found, or by what another rank has posted before.
+        """End a mesh by a verdict found here, or by one that another rank has posted before.
 
-        Does not wait for the store, and if that says nothing in time, does without it. A process
-        that has ended is told to all, by the reason that is known best.
+        Does not wait for the store; if the store does not answer in time, the mesh ends without it.
+        The end of a process is published for all ranks with the best known reason.
 
         Args:
-            mesh: which.
-            verdict: what was found.
-            lane: on which two ranks are out of step.
+            mesh: the mesh.
+            verdict: the verdict found here.
+            lane: for a desync, the lane on which two ranks made different calls.
         """
         is_loss = verdict.cause is Cause.LOST
         verdict = verdict._replace(is_final=is_loss)
@@ -389,15 +397,15 @@ class Watchdog(threading.Thread):
         ]
 
     def _expire(self, board_thread: BoardThread, waiting: list[Waiting]) -> None:
-        """End all calls whose limits have passed, in one go: asking takes a while.
+        """End all calls whose timeouts have expired in one job, because asking ranks takes a while.
 
-        A job that is under way takes more of them on.
+        A job that is already running picks up calls that expire meanwhile.
         """
         waiting = [each for each in waiting if not each[2].has_expired]
         if not waiting:
             return
         meshes = self.meshes(board_thread)
-        for _, _, entry in waiting:  # before the job: where all have answered it ends them at once
+        for _, _, entry in waiting:  # before submitting the job, which may end them immediately
             entry.has_expired = True
         expiring = self._expiring.setdefault(board_thread, deque())
         expiring.extend(each for each in waiting if inquiry.patience(each[2]))
@@ -405,7 +413,7 @@ class Watchdog(threading.Thread):
         here: WaitSnapshot | None = None
         for mesh, lane, entry in waiting:
             seconds, answers = _EXPIRY_SECONDS, None
-            if inquiry.is_brief(entry):  # nobody else need know
+            if inquiry.is_brief(entry):  # this rank's own snapshot must be enough
                 here = here or wait_snapshot(meshes, 0)
                 seconds, answers = inquiry.patience(entry), {mesh.rank: here}
             end = functools.partial(inquiry.end_late, (mesh, lane, entry), meshes, answers)
@@ -422,7 +430,7 @@ class Watchdog(threading.Thread):
         self._ask(board_thread, lambda board: investigate(board, meshes, waiting))
 
     def _ask(self, board_thread: BoardThread, question: Callable[[Board], None]) -> None:
-        """Have something looked into, unless a question before it still waits for the store."""
+        """Submit a question unless a previous one still waits for the store."""
         if board_thread in self._investigating:
             return
         self._investigating.add(board_thread)
@@ -442,15 +450,15 @@ class Watchdog(threading.Thread):
         return [(mesh, self._listeners[mesh]) for mesh in _alive(self._listeners)]
 
     def _nudge(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: it is awake
+        with contextlib.suppress(BlockingIOError):  # if the socket is full, the thread is awake
             self._sending.send(_NUDGE)
 
     def compare_calls(self, left_by: str = "", failure: str = "") -> None:
-        """Note where this rank has made other calls than a rank that has ended before.
+        """Record mismatches between this rank's calls and those of ranks that left before it.
 
         Args:
-            left_by: how and at which line this rank leaves.
-            failure: the error by which it does, if it leaves by one: it only publishes its calls.
+            left_by: how this rank leaves, and at which line.
+            failure: the error that makes it leave, if any; then it only publishes its calls.
         """
         comparisons = defaultdict[BoardThread, list[audit.Comparison]](list)
         for mesh in self._all_meshes():
@@ -463,9 +471,9 @@ class Watchdog(threading.Thread):
                 board_thread.call(functools.partial(audit.compare, each), _COMPARISON_SECONDS)
 
     def close(self) -> None:
-        """End all that this process has of objcomm, as the last that its program does.
+        """Shut down objcomm's threads and connections at the end of the program.
 
-        A thread that is inside of torch when the interpreter ends would abort the process.
+        A thread that is inside torch when the interpreter shuts down would abort the process.
         """
         if self.pid != os.getpid():
             return
@@ -474,7 +482,7 @@ class Watchdog(threading.Thread):
         bring_back(lambda: (self._all_meshes(), self._all_listeners()), list(self.board_threads))
         until = time.monotonic() + _DELIVERY_SECONDS
         for mesh, link in [(mesh, mesh.link) for mesh in self._all_meshes()]:
-            if link is not None and not mesh.is_closed:  # a later handler may still call
+            if link is not None and not mesh.is_closed:  # a later exit handler may still use it
                 with logged("could not check whether everything sent has arrived"):
                     link.await_delivery(until)
         self._is_closing = True
@@ -493,25 +501,25 @@ class Watchdog(threading.Thread):
 
 
 def _has_lost_some(mesh: Mesh) -> bool:
-    """Whether one of a world's processes has ended, where connections may not tell: over Gloo.
+    """Whether a process of the world has ended. Over Gloo, connections may not show that.
 
-    A few are looked at, others each time: one takes 20 to 80 µs.
+    Checks a few random processes at a time, because each takes 20 to 80 µs.
     """
     if not mesh.is_world:
         return False
     looked_at = random.sample(mesh.others, min(_MOST_LOOKED_AT, len(mesh.others)))
     ends = [mesh.board_thread.processes.end_of(mesh.ranks[peer]) for peer in looked_at]
-    return any(ends)  # all are looked at: who ended first may be asked
+    return any(ends)  # a list, not a generator: each end found is remembered with its time
 
 
 def _alive(known: "weakref.WeakKeyDictionary[Mesh, Any]") -> list[Mesh]:
-    """Those that are there: whatever a handler or another thread adds meanwhile."""
+    """Return the existing meshes; safe if a signal handler or another thread adds one meanwhile."""
     found = [reference() for reference in known.keyrefs()]
     return [mesh for mesh in found if mesh is not None]
 
 
 class _Watchdogs:
-    """This process's watchdog, and a board's thread for each world; a forked child gets its own."""
+    """The process's watchdog and one board thread per world; a forked child creates its own."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -523,13 +531,13 @@ class _Watchdogs:
         with self._lock:
             former = self._watchdog
             if former is not None and former.pid == os.getpid():
-                # No ident yet: this thread was interrupted while it was starting it.
+                # Without an ident: a signal handler interrupted this thread while starting it.
                 if former.is_alive() or former.ident is None or sys.is_finalizing():
                     return former
                 made = Watchdog(former)
             else:
                 made = Watchdog()
-            if self._watchdog is not former:  # a handler came first
+            if self._watchdog is not former:  # a signal handler has created one meanwhile
                 return self.watchdog()
             self._watchdog = made
             try:
@@ -568,25 +576,25 @@ _watchdogs = _Watchdogs()
 
 
 def close() -> None:
-    """End all that this process has of objcomm: the interpreter is about to end."""
+    """Shut down objcomm's threads and connections before the interpreter ends."""
     _watchdogs.close()
 
 
 @contextlib.contextmanager
 def audited(left_by: str) -> Iterator[None]:
-    """Leave the world in this block, then raise any mismatch that this reveals.
+    """Leave the world inside this context, and raise any mismatch that this reveals.
 
-    An error that is under way already is the one that is raised.
+    While another exception is being handled, no mismatch is raised.
 
     Args:
-        left_by: how and at which line.
+        left_by: how this rank leaves, and at which line.
 
     Raises:
-        DesyncError: another rank has made other calls.
+        DesyncError: another rank has made different calls.
     """
     failure = sys.exc_info()[1]
     _watchdogs.compare_calls(left_by, f"it left after {brief_text_of(failure)}" if failure else "")
-    is_failing, failure = failure is not None, None  # kept, it would keep the frames it came from
+    is_failing, failure = failure is not None, None  # keeping it would keep its frames alive
     yield
     error = audit.taken()
     if error is not None and not is_failing:
@@ -594,10 +602,10 @@ def audited(left_by: str) -> Iterator[None]:
 
 
 def check_running(operation: str) -> None:
-    """Refuse a call that nothing could end.
+    """Refuse a call during interpreter shutdown, when no watchdog could end it.
 
     Raises:
-        UsageError: the interpreter is shutting down, and no thread runs any more.
+        UsageError: the interpreter is shutting down, so other threads no longer run.
     """
     if sys.is_finalizing():
         raise UsageError(
@@ -607,28 +615,28 @@ def check_running(operation: str) -> None:
 
 
 def board_thread_of(world: dist.ProcessGroup) -> BoardThread:
-    """Where the ranks of a world tell each other what keeps them."""
+    """Return the thread that talks to the store of a world, started if necessary."""
     return _watchdogs.board_thread(world)
 
 
 def watch(mesh: Mesh) -> None:
-    """See to it that no wait on ``mesh`` is a silent one, as long as it lives."""
+    """Watch all waits on ``mesh`` while it exists."""
     _watchdogs.watchdog().add(mesh)
 
 
 def hurry(seconds: float) -> None:
-    """Let a wait that has begun end after so long, though the watchdog may sleep for longer."""
+    """Wake the watchdog if a wait of ``seconds`` would end before its next check."""
     if seconds < TICK_SECONDS:
-        _watchdogs.watchdog()._nudge()  # noqa: SLF001  # its own module's
+        _watchdogs.watchdog()._nudge()  # noqa: SLF001  # same module
 
 
 def expect(mesh: Mesh, listener: threading.Thread) -> None:
-    """End a thread that waits on ``mesh`` before the interpreter ends."""
+    """Make sure that a thread that waits on ``mesh`` ends before the interpreter does."""
     _watchdogs.watchdog().expect(mesh, listener)
 
 
 def died_in(block: str) -> Verdict | None:
-    """What to say in a block in which a rank has died, as far as this process has seen."""
+    """Return the verdict on a block in which a rank is known to have died, if any."""
     meshes = _watchdogs.watchdog().named((nonce_of(block),))
     return next((mesh.died for mesh in meshes), None)
 
@@ -636,22 +644,22 @@ def died_in(block: str) -> Verdict | None:
 def end_elsewhere(
     verdict: Verdict, thread: threading.Thread | None = None, *, is_raised: bool = True
 ) -> None:
-    """End the other meshes that a verdict names.
+    """End the other meshes that a verdict lists.
 
     Args:
-        verdict: what ends them.
-        thread: raises it for all of them; the calling one if None.
-        is_raised: whether it does so now; if not, they still owe it that.
+        verdict: the verdict.
+        thread: the thread that raises it for all of them; the calling thread if None.
+        is_raised: whether the thread raises it now; if not, it still has to raise it on each mesh.
     """
     thread = thread or threading.current_thread()
     for mesh in _watchdogs.watchdog().named(verdict.meshes):
-        mesh.settle(verdict)  # told before it closes: not every finder of a circle has all meshes
+        mesh.settle(verdict)  # posts it, because not every rank of a deadlock has all its meshes
         if is_raised:
             mesh.absolve(thread)
 
 
 def settle_desync(mesh: Mesh, lane: Lane, proposal: Verdict) -> Verdict:
-    """``Mesh.settle`` by two ranks' calls, with those of all other ranks that answer in time."""
+    """Do what ``Mesh.settle`` does, with the calls of all ranks that answer in time added."""
     meshes = _watchdogs.watchdog().meshes(mesh.board_thread)
 
     def settle_on(board: Board) -> Verdict:
@@ -663,14 +671,14 @@ def settle_desync(mesh: Mesh, lane: Lane, proposal: Verdict) -> Verdict:
     return mesh.stop(mesh.posted(proposal, settle_on, _EXPIRY_SECONDS))
 
 
-class interruptible:  # noqa: N801  # used as a function, like contextlib's
-    """While entered, Ctrl-C ends ``mesh`` within moments; nothing on other threads.
+class interruptible:  # noqa: N801  # used like a function, as those of contextlib
+    """Context manager in which Ctrl-C ends ``mesh`` promptly; no effect outside the main thread.
 
-    Not for a wait that it ends by itself: who was interrupted may be in the next call, with another
-    mesh, when the watchdog gets its turn.
+    Not for waits that Ctrl-C ends anyway: when the watchdog runs, the interrupted thread may
+    already be in its next call, on another mesh.
 
-    A wake-up descriptor that was set before (asyncio sets one) is served meanwhile and put back
-    afterwards.
+    A wake-up descriptor that was set before, for example by asyncio, still receives signal numbers
+    and is restored afterwards.
     """
 
     __slots__ = ("_mesh", "_outer", "_watchdog")
@@ -694,32 +702,32 @@ class interruptible:  # noqa: N801  # used as a function, like contextlib's
         traceback: TracebackType | None,
     ) -> None:
         if self._watchdog is not None:
-            self._watchdog.target = self._outer  # a callback's call on another group ends here
+            self._watchdog.target = self._outer  # not None after a callback's call on another group
             if self._outer is None:
                 self._watchdog.rest()
 
 
-#: Usually threads end at once; a machine that is busy gets its time, and a slow store does.
+#: Threads usually end immediately; this allows for a busy machine or a slow store.
 FAREWELL_SECONDS = 2.0
 _PAUSE_SECONDS = 0.01
 
-# Names of threads that connect a mesh, or listen on one.
+# Names of the threads that connect a mesh or listen on one.
 _OF_A_MESH = frozenset({"objcomm-connect", "objcomm-listen"})
 
 _Look: TypeAlias = Callable[[], tuple[list[Mesh], list[tuple[Mesh, threading.Thread]]]]
 
 
 def bring_back(look: _Look, board_threads: Sequence[BoardThread]) -> None:
-    """End what threads do in C++, and what the boards' own do.
+    """End all waits in C++, and the boards' threads.
 
-    A store that is stopped, or behind a network that fails, holds a thread for as long as it gives
-    no answer; one that came while the interpreter ends would abort the process. So a thread that
-    has not come back in time is cut off from the store. Nothing ends Gloo's attempt to connect but
-    its own limit, so the process waits for that.
+    A store that is stopped or unreachable blocks a thread until it answers, and an answer during
+    interpreter shutdown would abort the process. So a thread that does not return in time is cut
+    off from the store. Gloo's attempt to connect ends only by its own timeout, so the process waits
+    for that.
 
     Args:
-        look: as ``end_waits`` takes it.
-        board_threads: all of this process's.
+        look: as for ``end_waits``.
+        board_threads: all board threads of this process.
     """
     if not _are_all_back(look, board_threads):
         hang_up({address for board_thread in board_threads for address in board_thread.addresses})
@@ -735,14 +743,14 @@ def _are_all_back(look: _Look, board_threads: Sequence[BoardThread]) -> bool:
 
 
 def end_waits(look: _Look) -> bool:
-    """Let threads come back from C++: connections close, and the other ranks are told why.
+    """Make threads return from C++: close their connections, and post the reason for other ranks.
 
     Args:
-        look: gives all of this process's meshes, and the threads that wait for messages, each with
-            its mesh; asked again and again, because a thread may just be about to begin.
+        look: returns all meshes of this process, and the threads that wait for messages, each with
+            its mesh. Called repeatedly, because a thread may be just about to start.
 
     Returns:
-        Whether all have come back in time.
+        Whether all have returned in time.
     """
     until = time.monotonic() + FAREWELL_SECONDS
     while True:
@@ -751,8 +759,8 @@ def end_waits(look: _Look) -> bool:
         occupied |= {mesh for mesh, listener in listeners if listener.is_alive()}
         for mesh in occupied:
             leaves = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=_ending())
-            # A question may keep the store's thread for 1.2 s. Who ends by an error because of
-            # another's death is not the one to be named.
+            # Another job may keep the board's thread busy for 1.2 s. If this program failed because
+            # another rank died, that rank must be reported, not this one.
             if leaves.reason in FAREWELLS:
                 mesh.settle(leaves, FAREWELL_SECONDS)
             else:
@@ -764,19 +772,19 @@ def end_waits(look: _Look) -> bool:
 
 
 def _are_any_leaving() -> bool:
-    """Whether threads live that belong to a mesh.
+    """Whether threads that belong to a mesh are alive.
 
-    One whose mesh is no more may be in that mesh's destructor, in C++.
+    The mesh itself may be gone: such a thread may be in its destructor, in C++.
     """
     return any(each.name in _OF_A_MESH for each in threading.enumerate())
 
 
 def _is_occupied(mesh: Mesh) -> bool:
-    """Whether a thread is, or soon will be, in C++ on its behalf."""
+    """Whether a thread is, or soon will be, in C++ on behalf of the mesh."""
     return mesh.is_meeting or any(lane.is_busy for lane in tuple(mesh.lanes.values()))
 
 
 def _ending() -> str:
-    """How the program ends; Python keeps an exception that nobody caught."""
+    """Return how the program ends; Python keeps an uncaught exception in ``sys.last_value``."""
     failed = getattr(sys, "last_value", None)
     return PROGRAM_ENDED if failed is None else f"its program ended with {brief_text_of(failed)}"

@@ -1,4 +1,5 @@
-"""What this rank notes of itself: its log, its last calls, figures, a bar, names for a profiler.
+"""What this rank records about itself: log, latest calls, counters, progress bar, profiler spans.
 
-Is told of calls and bytes; moves none, asks no other rank, and decides nothing.
+This package is notified of calls and bytes. It does not move data, communicate with other ranks, or
+make decisions.
 """

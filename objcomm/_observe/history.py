@@ -1,8 +1,8 @@
-"""The last calls of one group on this rank, which of them is under way, and what all have cost.
+"""The latest calls of one group on this rank, finished or in progress, and the cost of all calls.
 
-One entry per call, kept whole: what the watchdog compares with other ranks, what an error carries
-and what ``objcomm.recorder.dump`` writes are all read from here. Knows headers; knows no ranks but
-this one, and writes nothing anywhere.
+There is one record per call. The watchdog compares it with other ranks' calls, errors carry it, and
+``objcomm.recorder.dump`` writes it. This module knows about headers, but not about other ranks, and
+does not write files.
 """
 
 import heapq
@@ -22,62 +22,64 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-#: Connections that were refused count under this name.
+#: Refused connections are counted under this name.
 REFUSED = "refused"
 
-#: Older ones are forgotten: 140 KiB for a group.
+#: Number of calls remembered per group: 140 KiB.
 LENGTH = 256
 
-#: How an operation that returned is recorded.
+#: The outcome of a call that returned.
 RETURNED = "returned"
 
-#: How one that has not ended is.
+#: The outcome of a call that has not ended.
 UNDER_WAY = "under way"
 
-#: Of the form in which a history is written down; a reader refuses others.
+#: Version of the dump format; a reader refuses other versions.
 DUMP_VERSION = 1
 
-# One for each time that the group's ranks met, so the first and some that failed.
+# Number of rendezvous remembered per group: the first, and those after errors.
 _MEETINGS = 16
 
 
 class CallRecord:
     """One call of an operation on this rank.
 
+    Times marked as monotonic are in seconds of ``time.monotonic``.
+
     Attributes:
-        header: what its messages carry.
-        operation: its name.
-        codec: what this rank sends with.
-        lane: its lane's name.
+        header: the header of its messages.
+        operation: the name of the operation.
+        codec: the name of the codec that this rank encodes with.
+        lane: the name of the lane.
         began: when it was called, in seconds of ``time.time``.
-        seconds: how long it took, negative while it is under way.
+        seconds: how long it took; negative while it is in progress.
         sent_nbytes: bytes sent, to all ranks together.
         received_nbytes: bytes received.
-        rounds: how often it had to wait for what depended on an earlier message.
-        outcome: ``"returned"``, or the type of the error that it raised.
-        waits_since: when it began to wait for other ranks, in seconds of ``time.monotonic``.
-        waits_until: when its time limit passes.
-        limit_seconds: that limit.
-        has_own_limit: whether its caller gave it that limit, so that its wait is meant to end.
-        report_at: when it will have waited long enough to be logged.
-        awaits: the rank that it can't go on without just now; -1 if none.
-        first_asked: the number of the first question where the others are that it made; 0 if none.
-        first_asked_at: when that was, in seconds of ``time.monotonic``.
-        unanswered: of ranks that seem lost, by global rank: the number of the first question since,
-            when that was (seconds of ``time.monotonic``), and how many looks have found no answer.
-        suspicion: what may keep it from ever ending, found once and to be confirmed.
-        has_expired: whether its limit has been seen to pass in this wait.
+        rounds: number of waits for a message that depended on an earlier one.
+        outcome: ``"returned"``, or the type name of the error that it raised.
+        waits_since: when it began to wait for other ranks, monotonic.
+        waits_until: when its timeout expires, monotonic.
+        limit_seconds: the timeout.
+        has_own_limit: whether the caller set the timeout for this wait, so it is expected to end.
+        report_at: when it will have waited long enough to be logged, monotonic.
+        awaits: the rank that it currently waits for; -1 if none.
+        first_asked: the number of its first question for other ranks' snapshots; 0 if none.
+        first_asked_at: when it asked that question, monotonic.
+        unanswered: for ranks that seem lost, by global rank: the number of the first unanswered
+            question, when it was asked (monotonic), and how many checks have found no answer.
+        suspicion: a possible deadlock, found once and still to be confirmed.
+        has_expired: whether the watchdog has seen the timeout of this wait expire.
         regions: the keys of the ``fail_together`` blocks around it.
-        waiter: the thread that can do nothing else before it ends; 0 if there is none.
-        is_served: whether what it waits for is under way.
-        caller: the call that this one is part of; None if it is none's.
-        is_confirmed: whether ranks tell each other how it went, so that it needs all of them.
-        unmatched: gives sender and tag of messages that have come and that it does not match, of a
-            receive that waits.
-        withdraw: ends it by a verdict that ends nothing else; None where there is no such way.
+        waiter: ident of the thread that is blocked until it ends; 0 if there is none.
+        is_served: whether the message that it waits for is being transferred.
+        caller: the call that this one is part of; None if there is none.
+        is_confirmed: whether the ranks exchange their outcomes, so that it needs all of them.
+        unmatched: for a waiting receive, returns sender and tag of messages that are available but
+            do not match.
+        withdraw: ends this call alone by a verdict; None if it cannot be ended alone.
     """
 
-    # What a call begins with, so that only what differs is set.
+    # Initial values as class attributes, so that only values that differ are stored per call.
     seconds = -1.0
     sent_nbytes = 0
     received_nbytes = 0
@@ -115,20 +117,20 @@ class CallRecord:
         return self.seconds >= 0
 
     def end(self, error: BaseException | None, seconds: float) -> None:
-        """The call has returned, or raised ``error``, after so many seconds."""
+        """Record that the call has returned, or raised ``error``, after ``seconds``."""
         self.outcome = RETURNED if error is None else name_of(type(error))
         self.seconds = seconds
 
     def position(self) -> Position:
-        """Where this rank was or is, for an error's text."""
+        """Return where this rank was or is, for error messages."""
         age = time.time() - self.began - max(self.seconds, 0.0)
         position = self.header.position
-        if position.sequence < 0:  # before its first call of all, the ranks meet
+        if position.sequence < 0:  # a rendezvous, which precedes the first call
             position = position._replace(operation=self.operation, sequence=0)
         return position._replace(seconds=max(age, 0.0), is_over=self.is_over)
 
     def plain(self) -> dict[str, Any]:
-        """All that is worth keeping, in JSON's types."""
+        """Return the fields that belong in a dump, as JSON types."""
         header, seconds = self.header, self.seconds
         return {
             "operation": self.operation,
@@ -150,20 +152,20 @@ class CallRecord:
 
 
 class History:
-    """A ring of entries; appending is atomic, so threads need no lock.
+    """A ring buffer of call records. Appending is atomic, so threads do not need a lock.
 
     Attributes:
-        add: takes the latest call.
-        add_meeting: takes a wait for the ranks to meet, which is part of a call and none itself.
-        next_number: the number of the next call, in a group of one rank, which has no lanes.
+        add: appends a call.
+        add_meeting: appends a rendezvous, which is part of a call and not a call itself.
+        next_number: returns the next sequence number in a group of one rank, which has no lanes.
         refused: how many connections were refused, and why the last one was.
     """
 
     def __init__(self, counters: "Counters | None" = None) -> None:
-        """Begin.
+        """Create an empty history.
 
         Args:
-            counters: where refused connections count.
+            counters: the counters for refused connections.
         """
         self._counters = counters or Counters()
         self.refused = 0, ""
@@ -174,29 +176,29 @@ class History:
         self.next_number = itertools.count().__next__
 
     def refuse(self, why: str) -> None:
-        """Count a connection that was refused; several threads at once may lose one."""
+        """Count a refused connection. The count may be too low if several threads call this."""
         self._counters.add(REFUSED, (0, 0, 0), 0.0)
         self.refused = self.refused[0] + 1, why
 
     def entries(self) -> list[CallRecord]:
-        """All that are remembered, oldest first."""
+        """Return all remembered calls, oldest first."""
         return list(self._entries)
 
     def plain(self) -> list[dict[str, Any]]:
-        """Calls in their order, with the meetings at the times when they began."""
-        # Merged, not sorted: a clock may be set back, and is read a moment too late where another
-        # process gets the processor in between. Copied first: other threads go on calling.
+        """Return calls and rendezvous as JSON types, in the order in which they began."""
+        # Merged, not sorted: a clock may be set back, and is read late if the process is preempted.
+        # Copied, because other threads keep adding calls.
         both = heapq.merge(self._meetings.copy(), self._entries.copy(), key=lambda each: each.began)
         return [entry.plain() for entry in both]
 
 
 def call_site() -> str:
-    """The innermost ``file:line`` outside of objcomm."""
+    """Return the innermost ``file:line`` outside objcomm."""
     frame = sys._getframe(1)  # noqa: SLF001  # inspect.stack() reads source files: a thousand times slower
     while frame.f_back is not None:
         module = frame.f_globals.get("__name__", "")
         is_inner = module.startswith("objcomm.") and not module.startswith("objcomm.demo")
-        # contextlib stands between a ``with`` and a block that is a generator.
+        # A generator-based context manager is called through frames of contextlib.
         if not is_inner and module != "contextlib":
             break
         frame = frame.f_back
@@ -205,14 +207,14 @@ def call_site() -> str:
 
 @dataclass(frozen=True, slots=True)
 class OperationStats:
-    """One operation's figures on this rank, summed over its calls.
+    """The counters of one operation on this rank, summed over its calls.
 
     Attributes:
-        calls: how often it was called.
+        calls: number of calls.
         exchanges: rounds of messages, each of which had to wait for the one before.
         sent_nbytes: bytes sent, to all ranks together.
         received_nbytes: bytes received.
-        seconds: time spent in it, waiting for other ranks included.
+        seconds: time spent in the operation, including waits for other ranks.
     """
 
     calls: int = 0
@@ -223,25 +225,24 @@ class OperationStats:
 
 
 class Counters:
-    """The figures of one group, which several threads may add to.
+    """The counters of one group, which several threads may add to.
 
-    No lock: a signal's handler, or a destructor, may run here in the middle of its own thread's
-    call. Each thread has totals of its own, and nothing gets a turn between a number's reading and
-    writing.
+    There is no lock, because a signal handler or destructor may interrupt its own thread here. Each
+    thread has its own totals, and nothing can run between reading and writing a number.
     """
 
     def __init__(self) -> None:
         self._by_operation: dict[tuple[str, int], list[float]] = {}
 
     def add(self, operation: str, cost: tuple[int, int, int], seconds: float) -> None:
-        """Add one call's cost.
+        """Add the cost of one call.
 
         Args:
-            operation: its name.
-            cost: its rounds of messages, the bytes sent, and those received.
-            seconds: how long it took.
+            operation: the name of the operation.
+            cost: number of message rounds, bytes sent, and bytes received.
+            seconds: how long the call took.
         """
-        # A list that is added to in place: an object per call would cost 3 µs.
+        # A list updated in place, because an object per call would cost 3 µs.
         key = operation, threading.get_ident()
         totals = self._by_operation.get(key)
         if totals is None:
@@ -255,9 +256,9 @@ class Counters:
         totals[4] += seconds
 
     def _inherit(self, operation: str, totals: list[float]) -> None:
-        """Add the totals of threads that have ended to this thread's own, which only it changes.
+        """Add the totals of threads that have ended to this thread's totals.
 
-        A program may start any number of threads, and must not keep something of each.
+        Otherwise a program that starts threads again and again would leak their totals.
         """
         alive = {each.ident for each in threading.enumerate()}
         for key in tuple(self._by_operation):
@@ -266,7 +267,7 @@ class Counters:
                     totals[at] += each
 
     def snapshot(self) -> dict[str, OperationStats]:
-        """The figures so far, by operation."""
+        """Return the counters so far, by operation."""
         found: dict[str, list[float]] = {}
         for (operation, _), totals in self._by_operation.copy().items():
             before = found.get(operation, (0, 0, 0, 0, 0.0))
@@ -277,5 +278,5 @@ class Counters:
         }
 
     def clear(self) -> None:
-        """Begin at zero."""
+        """Reset all counters to zero."""
         self._by_operation.clear()

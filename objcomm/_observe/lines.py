@@ -1,7 +1,7 @@
-"""Lines of the program on which two ranks make the same call.
+"""Comparison of the program lines on which two ranks make the same call.
 
-Where they differ, one rank may have made a call more than the other, and values that do not belong
-together meet in silence: the operation, its number and its root are the same on both.
+If the lines differ, one rank may have made an extra call, and values that do not belong together
+would be paired silently, because operation, sequence number and root agree.
 """
 
 import ast
@@ -12,7 +12,7 @@ from objcomm._observe.log import log
 from objcomm._wire.header import Header
 from objcomm.errors import OTHER_LINES, DesyncError
 
-# Programs have few such pairs, but the text comes from another rank and must be bounded.
+# Programs have few such pairs, but the lines come from other ranks, so memory must be bounded.
 _PAIRS_MAX = 1000
 
 _known: set[frozenset[str]] = set()
@@ -21,20 +21,20 @@ _LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 
 def check_lines(mine: Header, theirs: Header, group: str, *, must_agree: bool) -> None:
-    """Hold the line of another rank's call against that of this rank's; log each new pair once.
+    """Compare the line of another rank's call with this rank's; log each new pair once.
 
-    Lines are the same if the name of the file and the number are: two ranks may run from different
-    folders, and a header has no more than the end of a long path.
+    Lines are the same if file name and line number are: two ranks may run from different folders,
+    and a header contains only the end of a long path.
 
-    Nothing is logged where a source or destination makes its call in one branch of an ``if``, and
-    another rank in the other: that is how many programs are written, as one rank can be in one
-    branch only. In calls without a root it has no such reason.
+    Nothing is logged if the root makes its call in one branch of an ``if`` and another rank in the
+    other branch: many programs are written that way. In calls without a root there is no reason to
+    do so.
 
     Args:
-        mine: this rank's.
-        theirs: of the same call.
-        group: its name, for the log.
-        must_agree: whether other lines are an error.
+        mine: the header of this rank's call.
+        theirs: the header of the other rank's call.
+        group: the group's name, for the log.
+        must_agree: whether different lines are an error.
 
     Raises:
         DesyncError: the lines differ, and must agree.
@@ -65,7 +65,7 @@ def _short(call_site: str) -> str:
 
 
 def _are_branches(mine: str, theirs: str) -> bool:
-    """Whether a line of this rank's program and another one are in two branches of one ``if``."""
+    """Whether two lines of one file are in different branches of the same ``if``."""
     path, _, line = mine.rpartition(":")
     file, _, other = theirs.rpartition(":")
     if file != _short(path) or not (line.isdecimal() and other.isdecimal()):
@@ -83,7 +83,7 @@ def _are_branches(mine: str, theirs: str) -> bool:
 def _branches_in(
     tree: ast.AST,
 ) -> Iterator[tuple[Sequence[ast.stmt | ast.expr], Sequence[ast.stmt | ast.expr]]]:
-    """Both branches of each ``if``; what follows one that leaves the block is its ``else``."""
+    """Yield both branches of each ``if``; code after a branch that leaves counts as ``else``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.IfExp):
             yield [node.body], [node.orelse]
@@ -97,7 +97,7 @@ def _branches_in(
 
 
 def _branch_of(line: int, branches: Sequence[Sequence[ast.stmt | ast.expr]]) -> int:
-    """Which of some branches has a line; -1 if none has."""
+    """Return the index of the branch that contains a line; -1 if there is none."""
     for number, nodes in enumerate(branches):
         if any(each.lineno <= line <= (each.end_lineno or 0) for each in nodes):
             return number

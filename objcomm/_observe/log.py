@@ -1,6 +1,6 @@
-"""The one logger, ``objcomm``, whose records say which rank wrote them.
+"""The only logger, ``objcomm``, whose records include the rank that wrote them.
 
-As any logger that nobody configures, it shows warnings on standard error, and nothing else.
+Like any logger that is not configured, it prints warnings to standard error and nothing else.
 """
 
 import contextlib
@@ -15,15 +15,16 @@ from objcomm._environment import unjoined_in
 
 
 class _Ranked(logging.LoggerAdapter[logging.Logger]):
-    """Gives each record ``rank`` and ``world_size`` of this process, and ``group``.
+    """Adds ``rank`` and ``world_size`` of this process, and ``group``, to each record.
 
-    Before the ranks have joined, a launcher's variables tell, as with ``objcomm.rank``. ``group``
-    is the name of the group concerned, as in ``objcomm.recorder.dump``; empty if it is none.
+    Before the process group is initialized, rank and size come from the launcher's environment
+    variables, as in ``objcomm.rank``. ``group`` is the name of the group concerned, as in
+    ``objcomm.recorder.dump``; empty if there is none.
     """
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """See ``logging.LoggerAdapter``; what a filter of the program's raises goes no further."""
-        with contextlib.suppress(Exception):  # the thread that logs may be all ranks' watchdog
+        """See ``logging.LoggerAdapter``; exceptions of the program's filters are suppressed."""
+        with contextlib.suppress(Exception):  # the logging thread may be the watchdog
             super().log(level, msg, *args, stacklevel=2, **kwargs)
 
     def process(
@@ -43,10 +44,10 @@ log = _Ranked(logging.getLogger("objcomm"))
 
 @contextlib.contextmanager
 def logged(failed: str) -> Iterator[None]:
-    """A block whose errors are logged and go no further, in a thread that must go on.
+    """Log and suppress exceptions in a block, for a thread that must keep running.
 
     Args:
-        failed: what an error in it means.
+        failed: the log message, which says what an exception means.
     """
     try:
         yield

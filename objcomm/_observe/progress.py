@@ -1,7 +1,7 @@
-"""A bar that shows how far a large transfer has come: tqdm's, on the group's first rank.
+"""A progress bar for large transfers: tqdm's, on the group's first rank.
 
-Is told of bytes and knows nothing of where they go. tqdm is imported when there is something to
-show, so a call that ends soon does not pay for it.
+The bar counts bytes, and does not know where they go. tqdm is imported only once there is something
+to show, so short calls do not pay for it.
 """
 
 import contextlib
@@ -12,15 +12,15 @@ from typing import Any
 
 from objcomm.errors import MissingDependencyError
 
-# What takes less is over before it can be read.
+# A bar for a shorter transfer would disappear before it could be read.
 _PATIENCE_SECONDS = 0.5
 
 
 class Bar:
-    """The bytes of one call; used by the one thread that moves them.
+    """The progress of one call. Used only by the thread that moves its bytes.
 
-    What can't be shown, for instance because standard error is closed, is not shown: other ranks
-    wait for this call, so it must not fail for that.
+    Errors while showing the bar, for example because standard error is closed, are ignored: other
+    ranks wait for this call, so it must not fail because of them.
     """
 
     def __init__(self, operation: str) -> None:
@@ -32,14 +32,14 @@ class Bar:
         self._is_over = False
 
     def expect(self, nbytes: int) -> None:
-        """So many more bytes are to move."""
+        """Add bytes to the total to move."""
         self._began = self._began or time.monotonic()
         self._total += nbytes
         if self._bar is not None:
             self._bar.total = self._total
 
     def moved(self, nbytes: int) -> None:
-        """So many have moved."""
+        """Record that bytes have moved."""
         self._moved += nbytes
         if self._is_over:
             return
@@ -52,7 +52,7 @@ class Bar:
             self._is_over = True
 
     def close(self) -> None:
-        """The call has ended, well or by an error: leave the terminal at the start of a line."""
+        """Close the bar after the call, leaving the cursor at the start of a line."""
         self._is_over = True
         bar, self._bar = self._bar, None
         if bar is not None:
@@ -65,14 +65,14 @@ class Bar:
 
 
 def bar_for(operation: str, rank: int) -> Bar | None:
-    """What shows how far one call has come; None on all ranks but the group's first.
+    """Return the bar of one call; None on all ranks but the group's first.
 
     Args:
-        operation: its name.
-        rank: this rank, within the group.
+        operation: the name of the operation.
+        rank: this rank's group rank.
 
     Raises:
-        MissingDependencyError: tqdm is not installed, on whatever rank.
+        MissingDependencyError: tqdm is not installed on this rank. Raised on any rank.
     """
     if find_spec("tqdm") is None:
         raise MissingDependencyError("tqdm", "tqdm")
@@ -80,7 +80,7 @@ def bar_for(operation: str, rank: int) -> Bar | None:
 
 
 def _opened(operation: str, moved: int, total: int) -> Any:
-    from tqdm.auto import tqdm  # noqa: PLC0415  # 50 ms, and an extra; auto: a widget in a notebook
+    from tqdm.auto import tqdm  # noqa: PLC0415  # takes 50 ms, optional; auto: widget in notebooks
 
     return tqdm(
         desc=operation,
@@ -90,16 +90,16 @@ def _opened(operation: str, moved: int, total: int) -> Any:
         unit_scale=True,
         unit_divisor=1024,
         dynamic_ncols=True,
-        leave=None,  # stays unless it is below a bar of the program's own
+        leave=None,  # stays, unless it is nested below one of the program's own bars
         file=_Unfailing(sys.stderr),
     )
 
 
 class _Unfailing:
-    """A stream of whose errors nobody hears.
+    """A stream that suppresses the errors of another stream.
 
-    When one comes out of a write, tqdm keeps its lock, for which the next bar of every other thread
-    would then wait for ever.
+    If a write raises, tqdm does not release its lock, and the next bar of any other thread would
+    wait for it forever.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -116,7 +116,7 @@ class _Unfailing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def __eq__(self, other: object) -> bool:  # tqdm.write asks, to clear the bars of a terminal
+    def __eq__(self, other: object) -> bool:  # used by tqdm.write to clear bars on a terminal
         return bool(self._stream == other)
 
     def __hash__(self) -> int:

@@ -1,7 +1,8 @@
 """Public functions and classes as users see them: their names, and the tracebacks of their errors.
 
-A traceback has the program's own frames, and not objcomm's: the reader wants the line of the call
-and the error. Between them would be 6 to 12 frames, and as many for each error that led to it.
+Tracebacks show the program's frames but not objcomm's, because the reader wants the line of the
+call and the error. Otherwise there would be 6 to 12 frames in between, and as many for each error
+in the chain.
 """
 
 import functools
@@ -18,25 +19,26 @@ from objcomm.errors import ObjcommError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Their frames stand between those of objcomm.
+# Modules whose frames occur between those of objcomm.
 _BETWEEN = frozenset({"concurrent.futures._base", "contextlib"})
 
-# What is raised on purpose; any other error that objcomm's own code raises is a defect of it.
+# Raised on purpose. Any other exception raised by objcomm's own code is a bug in objcomm.
 _DELIBERATE = (ObjcommError, TimeoutError, CancelledError)
 
 
 def publish(module: str, members: Mapping[str, Any]) -> dict[str, Any]:
-    """Public names go by the module that users import them from, wherever their code stands.
+    """Present public names as members of the module from which users import them.
 
-    So tracebacks and pickles have names that stay when code moves. Compiled functions call them as
-    they are, and what functions and blocks raise shows no frames of objcomm.
+    Tracebacks and pickles then contain names that do not change when code moves. Compiled functions
+    call the members without compiling them, and errors of functions and context managers do not
+    show objcomm's frames.
 
     Args:
         module: the name of that module.
-        members: functions and classes by their names in it; modules are let be.
+        members: functions and classes by their names in the module; modules are ignored.
 
     Returns:
-        What the module is to have by these names.
+        The members that the module must define under these names.
     """
     published = dict(members)
     for name, each in members.items():
@@ -52,7 +54,7 @@ def publish(module: str, members: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fold_block(kind: type) -> None:
-    """The same for what a block begins and ends with, once where several inherit that."""
+    """Fold the methods of a context manager, once per method even if several classes inherit it."""
     for base in kind.__mro__:
         for name in vars(base).keys() & {"__init__", "__enter__", "__exit__"}:
             method = vars(base)[name]
@@ -61,7 +63,7 @@ def _fold_block(kind: type) -> None:
 
 
 def folded(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function for users: what it raises shows no frames of objcomm."""
+    """Wrap a function for users: the errors that it raises do not show objcomm's frames."""
 
     def public(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
@@ -69,14 +71,14 @@ def folded(function: Callable[P, R]) -> Callable[P, R]:
         except BaseException as error:
             _name_keywords(error, kwargs)
             fold(error)
-            raise  # without a value, it adds no frame of its own
+            raise  # a bare raise does not add a frame
 
-    keep_eager([public])  # before it is dressed: dynamo looks at the code of what it wraps
+    keep_eager([public])  # before update_wrapper, after which the wrapped function would be marked
     return functools.update_wrapper(public, function)
 
 
 def _name_keywords(error: BaseException, given: Mapping[str, object]) -> None:
-    """Say the right words, where a call did not begin because of keywords of another library."""
+    """Add the right name to a TypeError caused by a keyword argument of another library."""
     has_begun = error.__traceback__ is None or error.__traceback__.tb_next is not None
     if isinstance(error, TypeError) and not has_begun:
         for name in given.keys() & KEYWORDS_ELSEWHERE.keys():
@@ -84,7 +86,7 @@ def _name_keywords(error: BaseException, given: Mapping[str, object]) -> None:
 
 
 def fold(error: BaseException) -> None:
-    """Drop objcomm's frames from an error's traceback, and from those of all that led to it."""
+    """Remove objcomm's frames from the tracebacks of an error and of all errors in its chain."""
     if shows_full_tracebacks() or _is_defect(error):
         return
     seen: set[int] = set()
@@ -100,11 +102,11 @@ def fold(error: BaseException) -> None:
 
 
 def _is_defect(error: BaseException) -> bool:
-    """Whether objcomm's own code has raised what it should not: its frames are needed then."""
+    """Whether an error is a bug in objcomm, so that its frames are needed."""
     if isinstance(error, _DELIBERATE) or not isinstance(error, Exception):
         return False
     frames = _frames(error.__traceback__)
-    # A single frame is that of a call whose arguments the function does not have.
+    # A single frame means that the call itself failed because of wrong arguments.
     return len(frames) > 1 and _is_own(frames[-1])
 
 

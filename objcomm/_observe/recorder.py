@@ -1,10 +1,10 @@
-"""What this process did last, on every group: as plain data, and as a file for ``inspect``.
+"""The latest calls of this process on every group, as plain data and as files for ``inspect``.
 
-Every group keeps its last 256 calls on this rank; that costs half a microsecond a call and can't
-be turned off. ``dump`` tells them at any time. When ranks lose each other (a time limit passed, a
-peer died, ranks were in different calls) each rank that raises writes its own to a file, if
-``objcomm.configure(record_folder=...)`` or the environment's ``OBJCOMM_RECORD_FOLDER`` names a
-folder. ``python -m objcomm inspect`` lays the files of all ranks side by side.
+Every group remembers its last 256 calls on this rank. That costs half a microsecond per call and
+cannot be turned off. ``dump`` returns them at any time. When ranks lose each other (a timeout
+expired, a peer died, ranks made different calls), each rank that raises writes its calls to a file,
+if ``objcomm.configure(record_folder=...)`` or the environment variable ``OBJCOMM_RECORD_FOLDER``
+sets a folder. ``python -m objcomm inspect`` shows the files of all ranks side by side.
 """
 
 import itertools
@@ -40,27 +40,27 @@ from objcomm.errors import (
 
 __all__ = ["dump"]
 
-# A program that catches such errors and goes on must not fill a disk.
+# A program that catches such errors and continues must not fill the disk.
 _MOST_FILES = 16
 
 _numbers = itertools.count()
 
-#: What is asked to note each call as well, of whatever group, when it has ended: on the thread that
-#: concludes it. ``objcomm.run`` adds one.
+#: Called for each call of any group when it has ended, on the thread that concludes it.
+#: ``objcomm.run`` adds one.
 listeners: list[Callable[[CallRecord], object]] = []
 
 
 class Recorder:
-    """What this rank did last on one group, and what it cost.
+    """This rank's latest calls on one group, and their cost.
 
     Attributes:
-        name: torch's name of the group, the same on every rank; empty where torch.distributed is
-            not initialised.
-        description: what torch says that it is for; of a part, whose part it is.
-        rank: this process's, within the group.
-        ranks: their global ranks, in group order.
-        history: its last operations on this rank.
-        counters: what its operations cost this rank.
+        name: torch's name of the group, the same on every rank; empty if torch.distributed is not
+            initialized.
+        description: torch's description of the group; for a part, of which group it is a part.
+        rank: this process's group rank.
+        ranks: the global ranks, in group order.
+        history: the latest calls on this rank.
+        counters: the cost of all calls on this rank.
     """
 
     def __init__(self, process_group: Any = None, counters: Counters | None = None) -> None:
@@ -72,11 +72,11 @@ class Recorder:
         self.history = History(self.counters)
 
     def among(self, members: Sequence[int], name: str) -> "Recorder":
-        """One for calls of some of the ranks, whose costs count as the whole group's.
+        """Return a recorder for a part of the group, whose costs count for the whole group.
 
         Args:
-            members: ranks within this group, in their order.
-            name: the same on each of them.
+            members: the ranks of the part within this group, in the part's order.
+            name: the name of the part, the same on each of its ranks.
         """
         part = Recorder(counters=self.counters)
         whole = self.name if self.description in {"", "undefined"} else self.description
@@ -89,11 +89,12 @@ class Recorder:
         return part
 
     def conclude(self, entry: CallRecord, error: BaseException | None, began: float) -> None:
-        """Note how a call has ended.
+        """Record how a call has ended.
 
         Args:
             entry: the call.
-            error: what it raises; one of objcomm's own gets the latest calls as its ``recent``.
+            error: the exception that it raises, if any. An ObjcommError gets the latest calls as
+                its ``recent``.
             began: when it was called, in seconds of ``time.perf_counter``.
         """
         seconds = time.perf_counter() - began
@@ -106,18 +107,18 @@ class Recorder:
             listen(entry)
 
     def attach(self, error: ObjcommError) -> None:
-        """Give an error what this rank did last on this group.
+        """Attach this rank's latest calls on the group to an error.
 
-        If it says that ranks lost each other, and there is a folder for that, all groups' calls are
-        written there, once for each error, and its text says where. Never raises: the error itself
-        matters more.
+        If the error means that ranks have lost each other, and a record folder is set, the calls of
+        all groups are written to a file there, once per error, and a note with its path is added.
+        Never raises, because the error itself matters more.
 
         Args:
-            error: what is about to leave a call.
+            error: the error that a call is about to raise.
         """
         error.recent = error.recent or tuple(each.position() for each in self.history.entries())
         is_loss = isinstance(error, (TransportError, DesyncError))
-        # Every later call raises this; the error that broke the group has been written.
+        # Every later call raises BrokenGroupError; the error that broke the group was written.
         is_repeated = isinstance(error, BrokenGroupError) or bool(error.recorded)
         if not is_loss or is_repeated:
             return
@@ -146,17 +147,17 @@ class Recorder:
 
 
 class _Recorders:
-    """Those of all live process groups, by the object and never by its name, which recurs.
+    """The recorders of all live process groups, keyed by the object, because names are reused.
 
-    Each method takes one step, and no lock: a process that was forked while another thread had it
-    would wait for that thread for ever.
+    Methods are single steps without a lock: a process forked while another thread held the lock
+    would wait for it forever.
     """
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Any, Recorder] = weakref.WeakKeyDictionary()
         self._parts: weakref.WeakKeyDictionary[Recorder, None] = weakref.WeakKeyDictionary()
         self._solo = Recorder()
-        self._last_world: Counters | None = None  # these outlive it
+        self._last_world: Counters | None = None  # kept after the world is destroyed
 
     def of(self, process_group: Any) -> Recorder:
         if process_group is None:
@@ -177,7 +178,7 @@ class _Recorders:
         try:
             known = self._known.get(group)
         except TypeError:
-            return None  # what no weak reference can be made to is no group
+            return None  # not a group, because it cannot be weakly referenced
         return None if known is None else known.counters
 
     def forget_world(self) -> None:
@@ -194,60 +195,61 @@ _recorders = _Recorders()
 
 
 def recorder_of(process_group: Any) -> Recorder:
-    """The one of a process group; of calls that were made without torch.distributed for None."""
+    """Return a process group's recorder; for None, that of calls without torch.distributed."""
     return _recorders.of(process_group)
 
 
 def counters_of(group: GroupLike, operation: str) -> Counters:
-    """Where the calls with this ``group=`` count; once it was destroyed, where they did.
+    """Return the counters for calls with this ``group=``, even if it was destroyed.
 
     Args:
         group: as the user gave it.
-        operation: which call asks, for an error's text.
+        operation: the name of the user's call, for error messages.
 
     Raises:
-        UsageError: the environment promises other ranks, but nothing is initialised; or it is a
-            mesh of several dimensions, or no group at all.
-        NotInGroupError: this rank is no member.
+        UsageError: the environment promises other ranks, but nothing is initialized; or ``group``
+            is a mesh of several dimensions, or not a group.
+        NotInGroupError: this rank is not a member.
     """
     left = None if is_initialized() else _recorders.left_of(group)
     return recorder_of(group_for_call(group, operation)).counters if left is None else left
 
 
 def forget_world() -> None:
-    """A call is made without torch.distributed: what a world has counted before is over."""
+    """Drop the counters of a destroyed world, because a call is made without torch.distributed."""
     _recorders.forget_world()
 
 
 def known_recorders() -> list[Recorder]:
-    """Of every group, or part of one, that this process has used and that still lives.
+    """Return the recorders of all live groups that this process has used, including their parts.
 
-    The first one is of calls that were made without torch.distributed.
+    The first is that of calls without torch.distributed.
     """
     return _recorders.all()
 
 
 def dump(path: str | os.PathLike[str] | None = None, *, group: GroupLike = None) -> dict[str, Any]:
-    """Tell this rank's last calls.
+    """Return this rank's latest calls.
 
-    Local: needs no other rank, and may be called from any thread, also while a call waits.
+    Does not communicate. May be called from any thread, even while another call waits.
 
     Args:
-        path: a file to write them to as well, as JSON; another file of that name is replaced.
-        group: tell only this one's; those of all groups that this process has used if None.
+        path: a file to write the calls to as well, as JSON. An existing file is replaced.
+        group: the group whose calls to return; if None, those of all groups that this process has
+            used.
 
     Returns:
-        Plain data that JSON can hold. It describes this process (``rank``, ``world_size``,
-        ``host``, ``pid``, ``at`` in seconds since 1970) and ``groups``, each with its ``name``, its
-        global ``ranks`` and its ``entries``, oldest first. An entry has ``operation``,
-        ``sequence``, ``call_site``, ``began``, ``ms`` (None while it is under way),
-        ``sent_nbytes``, ``received_nbytes``, ``codec``, and as ``outcome`` ``"returned"``,
-        ``"under way"`` or the type of its error.
+        Plain data that can be written as JSON. It describes this process (``rank``,
+        ``world_size``, ``host``, ``pid``, ``at`` in seconds since 1970) and contains ``groups``,
+        each with its ``name``, its global ``ranks`` and its ``entries``, oldest first. An entry has
+        ``operation``, ``sequence``, ``call_site``, ``began``, ``ms`` (None while it is in
+        progress), ``sent_nbytes``, ``received_nbytes``, ``codec``, and ``outcome``, which is
+        ``"returned"``, ``"under way"`` or the type of its error.
 
     Raises:
         UsageError: an argument is wrong.
         NotInGroupError: this rank is not a member of ``group``.
-        OSError: the file can't be written.
+        OSError: the file cannot be written.
 
     Examples:
         >>> import objcomm
@@ -281,7 +283,7 @@ def _told(recorders: list[Recorder], *, is_whole: bool) -> dict[str, Any]:
             {
                 "name": each.name,
                 "description": each.description,
-                # A world of one counts from 0, whatever this process was or became elsewhere.
+                # Calls without torch.distributed have rank 0; show this process's rank instead.
                 "ranks": list(each.ranks) if each.name else [own],
                 "size": len(each.ranks),
                 "rank": each.rank,
@@ -295,10 +297,10 @@ def _told(recorders: list[Recorder], *, is_whole: bool) -> dict[str, Any]:
 
 
 def _write(told: dict[str, Any], path: Path) -> None:
-    """Replace the file in one step: who reads it at that moment finds the old one or the new.
+    """Replace the file atomically: a concurrent reader finds either the old file or the new one.
 
-    It is written under a name that nobody could know before, and to be read by this user only: in a
-    folder that others can write to, a link of a known name would lead elsewhere.
+    The data is first written to a file with an unpredictable name that only this user can read: in
+    a folder writable by others, a link with a predictable name could redirect the write.
     """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     unfinished = Path(name)

@@ -1,8 +1,8 @@
-"""Which line of the program each thread of this process is on.
+"""Which line of the program each thread of this process is executing.
 
-The program is what neither objcomm, nor Python's library, nor an installed package is made of. A
-thread that is in none of it, as one of a package that was started by ``python -m``, is at its
-innermost line outside objcomm.
+The program is all code outside objcomm, Python's library and installed packages. For a thread
+without such code, as in a package started by ``python -m``, the innermost line outside objcomm is
+used.
 """
 
 import gc
@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from objcomm._wire.failure_message import is_own
 
-# Where packages are that were installed for another interpreter, as PYTHONPATH may name.
+# Folders of packages installed for another interpreter, to which PYTHONPATH may point.
 _INSTALLED = tuple(f"{os.sep}{each}{os.sep}" for each in ("site-packages", "dist-packages"))
 
-# Samples further apart say nothing of the time between them. Ranks that wait ask others where they
-# are once a second; of a thousand ranks each does so every four seconds.
+# Samples further apart prove nothing about the time in between. Waiting ranks ask others for
+# their snapshots once a second, or every four seconds in a group of 4,000.
 _CONSECUTIVE_SECONDS = 10.0
 
 
@@ -28,10 +28,10 @@ class Running(NamedTuple):
     """Where one thread is in the program.
 
     Attributes:
-        thread: its number.
+        thread: ident of the thread.
         line: ``file:line``.
-        function: that it is in; empty at the top of a module.
-        seconds: since when it was found there each time it was looked at.
+        function: the function that it executes; empty at module level.
+        seconds: for how long all consecutive samples have found it there.
     """
 
     thread: int
@@ -41,12 +41,12 @@ class Running(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Line and function."""
+        """The line and the function as text."""
         return f"{self.line} in {self.function}" if self.function else self.line
 
 
 class StackSampler:
-    """Looks where threads are, and remembers for how long they have been there."""
+    """Samples the positions of threads, and remembers for how long they have not changed."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[Running, float]] = {}
@@ -55,11 +55,11 @@ class StackSampler:
         self._outside = (*(folder + os.sep for folder in library), "<frozen ")
 
     def sample(self, threads: Collection[int], now: float) -> tuple[Running, ...]:
-        """Where some threads are.
+        """Return the positions of some threads.
 
         Args:
-            threads: their numbers; one that is in no Python function is left out.
-            now: seconds of ``time.monotonic``.
+            threads: idents of the threads; a thread that does not execute Python code is left out.
+            now: the time, in seconds of ``time.monotonic``.
         """
         frames, before = frames_by_thread(), self._last
         self._last = {}
@@ -96,15 +96,14 @@ class StackSampler:
 
 
 def frames_by_thread() -> dict[int, FrameType]:
-    """The innermost frame of each other thread, found without a garbage collection meanwhile.
+    """Return the innermost frame of each other thread, with garbage collection disabled meanwhile.
 
-    The calling thread's is left out: a caller that keeps the result in a variable would be in a
-    cycle with it, and what threads have in their variables would live until the next collection.
+    The calling thread's frame is left out: if the caller kept the result in a variable, there would
+    be a cycle, and local variables of all threads would stay alive until the next collection.
 
-    Before 3.11.9 Python keeps a lock for it that a thread which ends waits for, together with the
-    interpreter's own. A collection that gives the latter away, as a tensor's destructor does, is
-    the end of the whole process then: nothing runs any more (python/cpython#106883; seen in a soak
-    over Gloo).
+    Before 3.11.9, Python holds a lock here for which an ending thread waits while it holds the
+    GIL. If a garbage collection releases the GIL, as a tensor's destructor does, the whole process
+    deadlocks (python/cpython#106883; seen in a soak test over Gloo).
     """
     is_collecting = gc.isenabled()
     gc.disable()

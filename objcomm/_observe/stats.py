@@ -1,6 +1,6 @@
-"""What each operation has cost this rank: as figures, Prometheus' text, and TensorBoard's scalars.
+"""Counters of each operation on this rank, also as Prometheus text and TensorBoard scalars.
 
-Needs neither package. What is counted, and when, ``recorder`` knows.
+Neither package is needed. ``recorder`` decides what is counted, and when.
 """
 
 import re
@@ -18,10 +18,10 @@ class ScalarWriter(Protocol):
     """What ``stats_to_tensorboard`` writes to; ``torch.utils.tensorboard.SummaryWriter`` is one."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> object:
-        """Keep a value of one step."""
+        """Write the value of one step."""
 
 
-# By the field of OperationStats: what monitoring calls it, in base units, and what it is.
+# By field of OperationStats: the metric's name, in base units, and its help text.
 _FIGURES = {
     "calls": ("calls", "Calls of the operation on this rank."),
     "exchanges": (
@@ -41,24 +41,24 @@ _OWN_LABELS = ("operation", "group", "rank")
 
 
 def stats_to_prometheus(labels: Mapping[str, str] | None = None) -> str:
-    """The counters of all groups that this process uses, in Prometheus' text format.
+    """Return the counters of all groups that this process uses, in Prometheus' text format.
 
-    Local: needs no other rank, and may be called from any thread, also while a call waits. A call
-    counts when it has ended. Serve it as ``text/plain; version=0.0.4; charset=utf-8``, or write it
-    to a ``.prom`` file for node_exporter.
+    Does not communicate. May be called from any thread, even while another call waits. A call is
+    counted when it has ended. Serve the text as ``text/plain; version=0.0.4; charset=utf-8``, or
+    write it to a ``.prom`` file for node_exporter.
 
     Args:
-        labels: for every sample besides ``operation``, ``group`` and ``rank``, such as the job's
-            name; names as Prometheus has them.
+        labels: labels for every sample in addition to ``operation``, ``group`` and ``rank``, such
+            as the job's name. Their names must be valid in Prometheus.
 
     Returns:
-        The text of five counters, ``objcomm_calls_total``, ``objcomm_exchanges_total``,
+        The text of five counters: ``objcomm_calls_total``, ``objcomm_exchanges_total``,
         ``objcomm_sent_bytes_total``, ``objcomm_received_bytes_total`` and
-        ``objcomm_seconds_total``. ``rank`` is this process's in the world, and ``group`` torch's
-        name of the group; empty for calls that were made without torch.distributed.
+        ``objcomm_seconds_total``. ``rank`` is the global rank of this process. ``group`` is torch's
+        name of the group; empty for calls without torch.distributed.
 
     Raises:
-        UsageError: a label has a name that Prometheus does not allow, or that is in use.
+        UsageError: the name of a label is not valid in Prometheus, or is one of the three above.
 
     Examples:
         >>> import objcomm
@@ -92,12 +92,12 @@ def stats_to_prometheus(labels: Mapping[str, str] | None = None) -> str:
 def stats_to_tensorboard(writer: ScalarWriter, step: int, group: GroupLike = None) -> None:
     """Write the counters of one group as scalars, such as ``objcomm/broadcast/sent_bytes``.
 
-    Local: needs no other rank. Each rank has counters of its own; let those ranks call it that
-    have a writer.
+    Does not communicate. Each rank has its own counters; call this on the ranks that have a
+    writer.
 
     Args:
-        writer: ``torch.utils.tensorboard.SummaryWriter``, or anything with its ``add_scalar``.
-        step: the training step that TensorBoard shows them at.
+        writer: a ``torch.utils.tensorboard.SummaryWriter``, or any object with its ``add_scalar``.
+        step: the training step at which TensorBoard shows the values.
         group: a process group, a one-dimensional device mesh, or None for the world.
 
     Raises:
@@ -120,13 +120,13 @@ def stats_to_tensorboard(writer: ScalarWriter, step: int, group: GroupLike = Non
 
 
 def _by_group() -> dict[tuple[str, str], OperationStats]:
-    """All counters by group and operation.
+    """Return all counters by group and operation.
 
-    A group that was destroyed and made again may have its old counters beside its new ones for as
-    long as somebody holds it; a sample may stand only once, so they are added up.
+    If a group was destroyed and created again, both may exist while the old one is referenced. A
+    sample must not occur twice, so their counters are added up.
     """
     found: dict[tuple[str, str], OperationStats] = {}
-    # A part of a group counts with the whole.
+    # A part of a group shares the counters of the whole group.
     for each in {id(each.counters): each for each in reversed(known_recorders())}.values():
         for operation, counted in each.counters.snapshot().items():
             before = found.get((each.name, operation), OperationStats())
@@ -136,7 +136,7 @@ def _by_group() -> dict[tuple[str, str], OperationStats]:
 
 
 def _written(labels: Mapping[str, object]) -> str:
-    """Labels as they stand between braces."""
+    """Format labels as they appear between braces."""
     return ",".join(f'{name}="{_escaped(str(value))}"' for name, value in labels.items())
 
 
@@ -145,22 +145,22 @@ def _escaped(value: str) -> str:
 
 
 def stats(group: GroupLike = None) -> dict[str, OperationStats]:
-    """What each operation on ``group`` has cost this rank so far.
+    """Return what each operation on ``group`` has cost this rank so far.
 
-    Local: needs no other rank.
+    Does not communicate.
 
     Args:
         group: a process group, a one-dimensional device mesh, or None for the world.
 
     Returns:
-        Figures by operation, such as ``stats()["broadcast"].sent_nbytes``. If connections were
-        refused, because no rank of the group had called, their number is
-        ``stats()["refused"].calls``. After
-        ``destroy_process_group`` the last ones: those of the world until a call is made without
-        it, those of another group for as long as somebody holds that.
+        The counters by operation, for example ``stats()["broadcast"].sent_nbytes``. If connections
+        were refused because they did not come from a rank of the group, their number is
+        ``stats()["refused"].calls``. After ``destroy_process_group``, the last values remain
+        available: those of the world until a call is made without it, those of another group while
+        the program keeps a reference to that group.
 
     Raises:
-        UsageError: the environment promises other ranks, which have not joined yet.
+        UsageError: the environment promises other ranks, but torch.distributed is not initialized.
         NotInGroupError: this rank is not a member of ``group``.
 
     Examples:
@@ -174,7 +174,7 @@ def stats(group: GroupLike = None) -> dict[str, OperationStats]:
 
 
 def reset_stats(group: GroupLike = None) -> None:
-    """Begin counting ``group``'s operations at zero, on this rank.
+    """Reset the counters of ``group`` to zero, on this rank.
 
     Args:
         group: a process group, a one-dimensional device mesh, or None for the world.

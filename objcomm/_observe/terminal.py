@@ -1,7 +1,4 @@
-"""Text for a terminal: tables, what may be shown there, and a reader that has gone.
-
-And what a program says by its exit status.
-"""
+"""Text for a terminal: tables, escaping and closed pipes; and the exit status of a program."""
 
 import contextlib
 import os
@@ -12,16 +9,16 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """Without what would move a terminal's cursor or change its colours."""
+    """Replace characters that could move a terminal's cursor or change its colors with spaces."""
     return "".join(each if each.isprintable() else " " for each in text)
 
 
 def aligned(rows: Sequence[Sequence[str]], *, is_right: bool = False) -> list[str]:
-    """The rows of a table as lines, in columns.
+    """Format the rows of a table as lines with aligned columns.
 
     Args:
-        rows: their cells, as many as each has.
-        is_right: whether all columns but the first are aligned to the right. Otherwise a row's last
+        rows: the cells of each row; rows may differ in length.
+        is_right: whether all columns except the first are right-aligned. Otherwise a row's last
             cell may be long and does not widen its column.
     """
     widths: dict[int, int] = defaultdict(int)
@@ -38,7 +35,7 @@ def aligned(rows: Sequence[Sequence[str]], *, is_right: bool = False) -> list[st
 
 
 def show(text: str) -> None:
-    """Print a report; that its reader has gone is no error."""
+    """Print a report; a closed pipe is not an error."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -47,24 +44,24 @@ def show(text: str) -> None:
 
 
 def end_badly(error: BaseException) -> None:
-    """Write an error while the interpreter ends, and let its exit status be 120.
+    """Print an error while the interpreter shuts down, and make the exit status 120.
 
-    No exit handler can choose the status, and ``os._exit`` would skip the other handlers and what
-    the program has yet to flush. Where standard error can't be flushed at the very end Python's
-    own status is 120 (see ``sys.exit``), so that is what happens here.
+    An exit handler cannot choose the status, and ``os._exit`` would skip the other handlers and
+    unflushed output. If standard error cannot be flushed at the very end, Python exits with status
+    120 (see ``sys.exit``), so this function makes that happen.
     """
     kind = type(error)
     text = f"{kind.__module__}.{kind.__qualname__}: {error}\nobjcomm: exit status 120\n"
-    with contextlib.suppress(Exception):  # it may be closed
+    with contextlib.suppress(Exception):  # standard error may be closed
         sys.stderr.write(text)
         sys.stderr.flush()
     sys.stderr = _LastUnflushed(sys.stderr)
 
 
 class _LastUnflushed:
-    """A standard error whose last flush fails, when all exit handlers are over."""
+    """A standard error whose last flush, after all exit handlers, fails."""
 
-    closed = False  # else Python would not flush it
+    closed = False  # otherwise Python would not flush it
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -73,11 +70,11 @@ class _LastUnflushed:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write, if there is anything to write to."""
+        """Write, if there is a stream to write to."""
         return 0 if self._stream is None else self._stream.write(text)
 
     def flush(self) -> None:
-        """As the module says."""
+        """Flush the stream; raise OSError during interpreter shutdown."""
         if self._stream is not None and not self._stream.closed:
             self._stream.flush()
         if sys.is_finalizing():

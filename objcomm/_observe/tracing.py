@@ -1,6 +1,6 @@
-"""What torch's tools see of objcomm: names in ``torch.profiler``, nothing in ``torch.compile``.
+"""What torch's tools see of objcomm: spans in ``torch.profiler``, nothing in ``torch.compile``.
 
-Knows how dynamo chooses the frames that it looks at, and nothing of what the functions do.
+This module knows how dynamo chooses the frames that it compiles, but not what the functions do.
 """
 
 import contextlib
@@ -12,25 +12,25 @@ from typing import Any
 
 import torch.autograd.profiler
 
-#: Of which a call asks ``_is_profiler_enabled``, as torch.optim does: 0.01 µs.
+#: The module whose ``_is_profiler_enabled`` each call checks, as torch.optim does: 0.01 µs.
 profiler = torch.autograd.profiler
 
-#: What ``span`` gives.
+#: The type that ``span`` returns.
 Span = contextlib.AbstractContextManager[object]
 
 _NOBODY_LOOKS: Span = contextlib.nullcontext()
 
 
 def span(name: str) -> Span:
-    """A block that ``torch.profiler`` shows as ``objcomm::name``, if it looks."""
-    # A span costs 6 µs even if nobody looks.
+    """Return a context manager that ``torch.profiler`` shows as ``objcomm::name`` if enabled."""
+    # A span costs 6 µs even if the profiler is off.
     if not profiler._is_profiler_enabled:  # noqa: SLF001  # see above
         return _NOBODY_LOOKS
     return profiler.record_function(f"objcomm::{name}")
 
 
 def begun(name: str) -> Span | None:
-    """The same, entered; None where nobody looks, so that there is nothing to leave."""
+    """Return an entered ``span``; None if the profiler is off, so that there is nothing to exit."""
     if not profiler._is_profiler_enabled:  # noqa: SLF001  # see above
         return None
     made = profiler.record_function(f"objcomm::{name}")
@@ -43,21 +43,21 @@ _REASON = "objcomm moves objects between processes, which a graph cannot capture
 
 
 def keep_eager(members: Iterable[object]) -> None:
-    """Let a compiled function call these as they are: its graph breaks, and goes on behind them.
+    """Make compiled functions call these without compiling them: the graph breaks at each call.
 
-    What ``torch.compiler.disable`` does, without its two costs: it imports ``torch._dynamo``, and
-    it puts a function around each function. Dynamo reads two marks. The one on a function keeps it
-    from tracing a call, with the reason in its log. The one on the function's code keeps it from
-    looking at the frame when that runs, and at all frames below: without it, it tried 60 of
-    objcomm's frames for six calls.
+    This does what ``torch.compiler.disable`` does without its two costs: importing
+    ``torch._dynamo``, and wrapping each function. Dynamo reads two marks. The mark on a function
+    keeps dynamo from tracing a call, and provides the reason for its log. The mark on the
+    function's code keeps dynamo from compiling its frame and all frames below it. Without that
+    mark, dynamo tried 60 of objcomm's frames for six calls.
 
     Args:
-        members: functions, and classes, whose methods are kept out, with those that they inherit
-            from classes of objcomm; anything else is let be.
+        members: functions, and classes whose methods are marked, including those inherited from
+            objcomm's classes; anything else is ignored.
     """
     for member in members:
         for function in _functions(member):
-            # As `torch.compiler.disable` does.
+            # The attributes that `torch.compiler.disable` sets.
             function.__dict__["_torchdynamo_disable"] = True
             function.__dict__["_torchdynamo_disable_msg"] = _REASON
             _skip_frames(inspect.unwrap(function))
@@ -76,9 +76,9 @@ def _functions(member: object) -> Iterator[FunctionType]:
 
 def _skip_frames(function: Any) -> None:
     if not function.__code__.co_filename.startswith(_FOLDER):
-        return  # such as a named tuple's methods, whose code all named tuples share
-    # Part of torch._C, so nothing of torch._dynamo is imported. It is not public: a torch that has
-    # it no more compiles what it can of these frames, which is slow once and right.
+        return  # for example methods of named tuples, which share their code
+    # Part of torch._C, so torch._dynamo is not imported. It is not public: a torch version without
+    # it compiles what it can of these frames, which is correct and slow only once.
     with contextlib.suppress(ImportError, AttributeError):
         from torch._C._dynamo import eval_frame  # noqa: PLC0415  # see above
 

@@ -120,7 +120,7 @@ def test_a_receive_of_another_tag_names_what_has_come() -> None:
         error = out_of_step(group, sends_and_waits, recv(0))
         assert error is not None
         assert error.reason == "each waits for another to send or receive"
-        told = "it takes tag=0, but tag=5 from rank 0; tag=None takes any"
+        told = "it takes tag=0, but tag=5 from rank 0 has arrived; tag=None takes any"
         assert error.positions[1].unmatched == told
         assert "rank 1 is in recv (call 0) from rank 0 at " in str(error)
         assert f"({told})" in str(error)

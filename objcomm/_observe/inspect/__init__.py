@@ -1,4 +1,5 @@
-"""``python -m objcomm inspect``: the records of all ranks, laid side by side after the job.
+"""``python -m objcomm inspect``: compare the recorded calls of all ranks after the job.
 
-Knows files, which may come from anywhere; needs no group and no other rank.
+This package reads files, which may come from untrusted sources. It does not need a group or other
+ranks.
 """

@@ -1,4 +1,4 @@
-"""``python -m objcomm inspect``: ranks' dumps laid side by side, in one report."""
+"""The command ``python -m objcomm inspect``: a report that compares the dumps of all ranks."""
 
 import argparse
 import json
@@ -15,11 +15,11 @@ from objcomm.errors import UsageError
 
 
 def run(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
-    """Carry out what the command line asks for; return the exit status.
+    """Run the command; return the exit status.
 
     Args:
-        arguments: as ``python -m objcomm`` has parsed them.
-        refuse: says that an argument is wrong, and ends the program.
+        arguments: the arguments as parsed by ``python -m objcomm``.
+        refuse: prints that an argument is wrong, and exits the program.
     """
     if arguments.last < 1:
         refuse(f"--last must be at least 1, not {arguments.last}")
@@ -35,15 +35,15 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
 
 
 def inspect(dumps: Sequence[Dump], last: int, trace_path: Path | None = None) -> str:
-    """The report on some dumps; writes a trace too, if there is a path for it.
+    """Return the report on some dumps; also write a trace if a path is given.
 
     Args:
-        dumps: one for each rank, in the order of ranks.
+        dumps: one dump per rank, in rank order.
         last: how many calls of each lane to show.
-        trace_path: where the trace goes.
+        trace_path: the file for the trace.
 
     Raises:
-        OSError: the trace can't be written.
+        OSError: the trace cannot be written.
     """
     clocks = estimate(match(dumps), dumps)
     dumps = corrected(dumps, clocks)

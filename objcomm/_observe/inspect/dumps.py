@@ -1,4 +1,4 @@
-"""Reads dumps, which may come from anywhere: every field is checked before it is used."""
+"""Reads dumps, which may come from untrusted sources: every field is checked before use."""
 
 import json
 import math
@@ -14,10 +14,10 @@ from objcomm.errors import UsageError
 # 256 calls of a group are 120 KB; a program may have hundreds of groups.
 _MOST_NBYTES = 256 * 1024 * 1024
 _MOST_RANKS = 1_000_000
-# Each call is held against all ranks of its group; 256 calls of a group of 30,000 are fewer.
+# Each call is compared with all ranks of its group; 256 calls in a group of 30,000 are fewer parts.
 _MOST_PARTS = 10_000_000
 
-# What concerns two ranks only.
+# Operations between two ranks.
 _SENDS = frozenset({"send", "send_object_list", "ssend", "issend"})
 _PROBES = frozenset({"probe", "mprobe"})
 _MESSAGES = _SENDS | _PROBES | {"recv", "recv_object_list"}
@@ -55,7 +55,7 @@ _CALL = {
 
 @dataclass(frozen=True, slots=True)
 class DumpedCall:
-    """One rank's part in one call; the fields are those of ``history.CallRecord.plain``."""
+    """One rank's part in a call, with the fields of ``history.CallRecord.plain``."""
 
     operation: str
     sequence: int
@@ -75,37 +75,37 @@ class DumpedCall:
 
     @property
     def is_meeting(self) -> bool:
-        """Whether it is a group's first use, in which ranks connect, and no call."""
+        """Whether it is not a call but the group's first use, in which the ranks connect."""
         return self.sequence < 0
 
     @property
     def is_message(self) -> bool:
-        """Whether it is of one rank and another, and no collective; ``root`` is the other one."""
+        """Whether it is a point-to-point operation; then ``root`` is the other rank."""
         return self.operation in _MESSAGES
 
     @property
     def is_send(self) -> bool:
-        """Whether it is the sender's part in a message."""
+        """Whether it is the sender's part of a message."""
         return self.operation in _SENDS
 
     @property
     def is_probe(self) -> bool:
-        """Whether it looks for a message, and takes in nothing of it."""
+        """Whether it looks for a message without receiving it."""
         return self.operation in _PROBES
 
     @property
     def ended(self) -> float | None:
-        """When, in the same seconds as ``began``; ``None`` while it is under way."""
+        """When it ended, on the same clock as ``began``; ``None`` while it is in progress."""
         return None if self.ms is None else self.began + self.ms / 1e3
 
     @property
     def has_returned(self) -> bool:
-        """Whether it is over, and not by an error."""
+        """Whether it ended without an error."""
         return self.outcome == RETURNED
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it had not ended when its rank's dump was taken."""
+        """Whether it was in progress when its rank's dump was taken."""
         return self.outcome == UNDER_WAY
 
 
@@ -114,11 +114,11 @@ class GroupDump:
     """One group on one rank.
 
     Attributes:
-        name: torch's.
-        description: what torch says that it is for; of some ranks of a group, that it is a part.
-        ranks: global ranks of its members.
-        is_full: whether older calls may have been forgotten.
-        calls: oldest first.
+        name: torch's name of the group.
+        description: torch's description; for some ranks of a group, of which group they are a part.
+        ranks: the global ranks of its members.
+        is_full: whether older calls may have been dropped.
+        calls: the calls, oldest first.
     """
 
     name: str
@@ -129,24 +129,24 @@ class GroupDump:
 
     @property
     def began(self) -> float:
-        """When the oldest call that it remembers was made; later than all if it remembers none."""
+        """When the oldest remembered call was made; infinity if there is none."""
         return min((call.began for call in self.calls), default=math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Dump:
-    """What one process told, in one file or in several.
+    """The dump of one process, read from one or several files.
 
     Attributes:
         source: the file.
         rank: the process's global rank.
         world_size: number of ranks of the job.
-        host: its machine's name.
-        pid: its number there.
-        at: when it told, in seconds since 1970 by its own clock.
-        is_whole: whether it told of all its groups.
-        error: what made it write, as text; empty if it was asked to.
-        groups: what it told.
+        host: the host's name.
+        pid: the process ID.
+        at: when the dump was taken, in seconds since 1970 by the host's clock.
+        is_whole: whether it contains all groups of the process.
+        error: the error that caused the dump, as text; empty if the program requested it.
+        groups: the groups with their calls.
     """
 
     source: str
@@ -161,13 +161,13 @@ class Dump:
 
 
 def read(paths: Iterable[Path]) -> list[Dump]:
-    """Read the dumps of one run, one for each rank, in the order of ranks.
+    """Read the dumps of one run; return one per rank, in rank order.
 
     Args:
-        paths: files; or folders, of which every ``objcomm-*.json`` is read.
+        paths: files, or folders in which every ``objcomm-*.json`` is read.
 
     Raises:
-        UsageError: one can't be read or is no dump; or they are of several runs.
+        UsageError: a file cannot be read or is not a dump, or the dumps are from several runs.
     """
     found: dict[int, Dump] = {}
     for path in _files(paths):
@@ -179,14 +179,14 @@ def read(paths: Iterable[Path]) -> list[Dump]:
 
 
 def parse(text: str, source: str) -> Dump:
-    """Read the text of one dump.
+    """Parse the text of one dump.
 
     Args:
         text: JSON.
         source: its file, for errors.
 
     Raises:
-        UsageError: it is no dump, or one of another version.
+        UsageError: the text is not a dump, or a dump of another version.
     """
     try:
         raw = json.loads(text, parse_constant=_refuse)
@@ -260,13 +260,13 @@ def _group(raw: object, where: str) -> GroupDump:
 
 
 def _checked(raw: object, wanted: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The wanted members of a JSON object, each of its type; others are left out."""
+    """Return the wanted members of a JSON object after checking their types; ignore others."""
     if not isinstance(raw, dict):
         raise UsageError(f"{where}: not an object")
     fields = {}
     for name, kind in wanted.items():
         member = raw.get(name)
-        # JSON's true would pass for 1.
+        # True is an int in Python, so JSON's true would pass as a number.
         if name not in raw or not isinstance(member, kind) or (kind is not bool and member is True):
             raise UsageError(f"{where}: {name} is {'wrong' if name in raw else 'missing'}")
         if isinstance(member, _NUMBER) and not abs(member) < 2**64:
@@ -276,7 +276,7 @@ def _checked(raw: object, wanted: Mapping[str, Any], where: str) -> dict[str, An
 
 
 def _joined(first: Dump, second: Dump) -> Dump:
-    """Two dumps of one process: all calls that either remembers, as the later one saw them."""
+    """Merge two dumps of one process: all calls of either, in the state of the later dump."""
     if (first.host, first.pid) != (second.host, second.pid):
         raise UsageError(
             f"{first.source} and {second.source}: two processes that were rank {first.rank}; "
@@ -302,9 +302,9 @@ def _joined_group(earlier: GroupDump, later: GroupDump) -> GroupDump:
 
 
 def _identity(call: DumpedCall) -> tuple[object, ...]:
-    """What two records of one call have in common, of which one was written before it ended."""
+    """Return what two records of one call share even if one was written before the call ended."""
     if call.is_meeting:
         return call.operation, call.lane, call.sequence, call.began
-    if call.is_message:  # it gets its number with its message
+    if call.is_message:  # its sequence number is assigned only when a message is transferred
         return call.operation, call.began
     return call.mesh, call.lane, call.sequence, call.began

@@ -1,6 +1,6 @@
-"""What a reader sees: the calls as a table for a terminal, and in one sentence where ranks part.
+"""The report: a table of calls, and one sentence on where the ranks diverge.
 
-One line stands for all ranks that did the same.
+Ranks that did the same share one line.
 """
 
 import os
@@ -23,12 +23,12 @@ from objcomm.errors import ranks_text
 
 
 def duration_text(seconds: float) -> str:
-    """A time in the unit that shows it best."""
+    """Format a duration in seconds or milliseconds."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
 def call_text(key: Key) -> str:
-    """Which call: its number, or that the ranks meet."""
+    """Return the number of a call as text, or ``first use`` for a rendezvous."""
     if key.sequence < 0:
         return "first use"
     if key.alone >= 0:
@@ -37,7 +37,7 @@ def call_text(key: Key) -> str:
 
 
 def operation_text(call: DumpedCall, key: Key) -> str:
-    """An operation with its root, as a global rank."""
+    """Return an operation with its root as a global rank."""
     has_root = 0 <= call.root < len(key.ranks)
     if call.is_message:
         side = "to" if call.is_send else "from"
@@ -46,7 +46,7 @@ def operation_text(call: DumpedCall, key: Key) -> str:
 
 
 def group_text(row: CallRow) -> str:
-    """A row's group and lane."""
+    """Return a row's group and lane as text."""
     key = row.key
     known_as = row.description if row.description not in {"", "undefined"} else key.group
     name = f"group {known_as!r}" if known_as else "no process group"
@@ -54,7 +54,7 @@ def group_text(row: CallRow) -> str:
 
 
 class Places:
-    """Call sites without the folder that all of them share."""
+    """Shortens call sites by their common folder."""
 
     def __init__(self, rows: Sequence[CallRow]) -> None:
         sites = {call.call_site for row in rows for call in row.calls.values()}
@@ -64,15 +64,15 @@ class Places:
         self._shared = shared.rstrip("/") + "/"
 
     def text(self, call: DumpedCall) -> str:
-        """Where a call was made."""
+        """Return the shortened call site of a call."""
         return call.call_site.removeprefix(self._shared)
 
 
 def conclude(rows: Sequence[CallRow], places: Places) -> str:
-    """The sentence.
+    """Return the sentence on where the ranks diverge.
 
     Args:
-        rows: every matched call, oldest first.
+        rows: all matched calls, oldest first.
         places: shortens call sites.
     """
     row = first_parting(rows)
@@ -93,7 +93,7 @@ def _agreement(rows: Sequence[CallRow], places: Places) -> str:
     shared = [row for row in rows if len(row.calls) > 1 and row.key.sequence >= 0]
     if not shared:
         return "No call was made by more than one of these ranks, so there is nothing to compare."
-    # Whether a rank waited for a message's other end does not follow from who came last.
+    # Prefer collectives: in a message, the rank that came first did not necessarily wait.
     widest = max(shared, key=lambda row: (not row.key.pair, row.skew_seconds))
     last = widest.last_rank
     return (
@@ -133,7 +133,7 @@ def _missing(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
 
 
 def _last_text(rank: int, row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
-    """What a rank did last, and how long before or after the others came to ``row``."""
+    """Describe a rank's last call, and how long before or after ``row`` began it was."""
     last = _last_of(rank, row, rows)
     if last is None:
         return ""
@@ -185,7 +185,7 @@ def _stuck(row: CallRow, places: Places) -> str:
 
 
 def _before(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
-    """The last call that all had made alike."""
+    """Describe the last call that all ranks made alike, if any."""
     agreed = [
         each
         for each in rows
@@ -199,7 +199,7 @@ def _before(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
 
 
 def _last_of(rank: int, row: CallRow, rows: Sequence[CallRow]) -> CallRow | None:
-    """The rank's last call on that row's lane or to another rank; else on its group."""
+    """Return the rank's last call on that row's lane or its last message; else on its group."""
     own = [
         each
         for each in rows
@@ -207,7 +207,7 @@ def _last_of(rank: int, row: CallRow, rows: Sequence[CallRow]) -> CallRow | None
         and each.key.sequence >= 0
         and (each.key.group, each.key.ranks) == (row.key.group, row.key.ranks)
     ]
-    # Messages are on no lane.
+    # Messages do not belong to a lane.
     is_same = [each.key.stretch == row.key.stretch or bool(each.key.pair) for each in own]
     same = own if row.key.pair else [each for each, same in zip(own, is_same, strict=True) if same]
     same = same or own
@@ -226,14 +226,14 @@ def _at(call: DumpedCall, places: Places) -> str:
     return f" at {places.text(call)}" if call.call_site else ""
 
 
-# Ranks that come this close together are not worth a word.
+# Smaller differences between the times at which ranks made a call are not shown.
 _SKEW_SECONDS = 1e-3
 
 _PARTED = ">"
 
 
 def heading(dumps: Sequence[Dump], clocks: dict[str, Clock]) -> list[str]:
-    """Whose dumps these are, why they were written, and how far their times can be compared."""
+    """Return lines on which dumps there are, why they were written, and how well clocks agree."""
     size = max(dump.world_size for dump in dumps)
     known = {dump.rank for dump in dumps}
     lines = [f"dumps of {ranks_text(known)}, of {size} in all"]
@@ -242,7 +242,7 @@ def heading(dumps: Sequence[Dump], clocks: dict[str, Clock]) -> list[str]:
     reasons: dict[str, list[int]] = defaultdict(list)
     for dump in dumps:
         if dump.error:
-            # Where each rank is, which follows in such texts, the table shows.
+            # Without the ranks' positions, which follow in such texts; the table shows them.
             reasons[dump.error.partition("; ")[0]].append(dump.rank)
     lines += [f"{ranks_text(ranks)} wrote on {error}" for error, ranks in reasons.items()]
     reference = dumps[0].host
@@ -265,12 +265,12 @@ def _clock_line(host: str, clock: Clock, reference: str) -> str:
 
 
 def sections(rows: Sequence[CallRow], places: Places, last: int) -> list[str]:
-    """A table for each lane of each group.
+    """Return one table for each lane of each group.
 
     Args:
-        rows: every matched call, oldest first.
+        rows: all matched calls, oldest first.
         places: shortens call sites.
-        last: how many of a lane's calls to show; what is marked is always shown.
+        last: how many calls of a lane to show; marked calls are always shown.
     """
     by_lane: dict[tuple[object, ...], list[CallRow]] = defaultdict(list)
     for row in rows:
@@ -287,7 +287,7 @@ def sections(rows: Sequence[CallRow], places: Places, last: int) -> list[str]:
 
 
 def _cells(row: CallRow, places: Places) -> list[list[str]]:
-    """A row's lines, each as its columns."""
+    """Return the lines of a row, each as a list of columns."""
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, call in row.calls.items():
         name = f" [{call.fingerprint:08x}]" if row.has_other_names else ""

@@ -1,8 +1,8 @@
-"""Which calls of different ranks are the same call, where the ranks part, and how clocks differ.
+"""Matching of calls across ranks, where the ranks diverge, and how their clocks differ.
 
-No rank gets another's message before it was sent. So the time at which a rank left a call, and that
-at which the rank whose message it needed had entered it, bound the difference of their clocks from
-one side, and calls in the other direction from the other side.
+A message cannot arrive before it was sent. So the time at which a rank left a call, and the time at
+which the rank whose message it needed entered the call, bound the difference of their clocks from
+one side. Calls in the other direction bound it from the other side.
 """
 
 import math
@@ -15,7 +15,7 @@ from objcomm._observe.inspect.dumps import Dump, DumpedCall, GroupDump
 
 
 class Absence(Enum):
-    """Why a rank has no part in a call that others made."""
+    """Why a rank is absent from a call that others made."""
 
     NEVER = "never made it"
     EARLIER = "had not reached it when its dump was taken"
@@ -26,7 +26,7 @@ class Absence(Enum):
 
 
 class Parting(Enum):
-    """In which way ranks part."""
+    """How ranks diverge in a call."""
 
     DIFFERS = "other operations"
     MISSING = "a rank never made it"
@@ -35,18 +35,18 @@ class Parting(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What two ranks' parts in one call have in common.
+    """The key by which two ranks' parts of one call are matched.
 
     Attributes:
         group: the group's name.
-        ranks: its members, as global ranks.
-        mesh: which connections of the group's; 0 if it had none.
-        lane: which lane's.
-        sequence: the number of the call on that lane; below 0 where the ranks meet.
-        occurrence: how many of this key the rank has made before: meetings that failed, say.
-        pair: sender and receiver of a message, as global ranks, -1 for any; both in order where
-            they meet; empty for a collective.
-        alone: the rank that made it, if it is a call that has got no message.
+        ranks: the group's members, as global ranks.
+        mesh: the number of the mesh; 0 if there was none.
+        lane: the number of the lane.
+        sequence: the call's number on that lane; negative for a rendezvous.
+        occurrence: how many calls with this key the rank made before, such as failed rendezvous.
+        pair: sender and receiver of a message, as global ranks, -1 for any; for a rendezvous, both
+            in ascending order; empty for a collective.
+        alone: the rank that made the call, if no message was matched; else -1.
     """
 
     group: str
@@ -60,25 +60,25 @@ class Key:
 
     @property
     def stretch(self) -> tuple[str, tuple[int, ...], int, int, tuple[int, ...]]:
-        """Calls that follow one another without a gap: a lane of one mesh."""
+        """The sequence that the call belongs to, without gaps: a lane of one mesh."""
         return self.group, self.ranks, self.mesh, self.lane, self.pair
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that take part, as global ranks."""
+        """The ranks that take part in the call, as global ranks."""
         return tuple(rank for rank in self.pair if rank >= 0) or self.ranks
 
 
 @dataclass(slots=True)
 class CallRow:
-    """One call, with each rank's part in it.
+    """One call with the parts of all ranks.
 
     Attributes:
-        key: which call.
-        lane_name: its lane's.
-        description: what its group is for.
-        calls: by global rank.
-        absent: the members that have no part in it, and why.
+        key: the key of the call.
+        lane_name: the name of its lane.
+        description: the description of its group.
+        calls: the ranks' parts, by global rank.
+        absent: the absent members, and why they are absent.
     """
 
     key: Key
@@ -94,24 +94,24 @@ class CallRow:
 
     @property
     def last_rank(self) -> int:
-        """Who came last."""
+        """The rank that made it last."""
         return max(self.calls, key=lambda rank: self.calls[rank].began)
 
     @property
     def skew_seconds(self) -> float:
-        """How long after the first rank the last one came."""
+        """How long after the first rank the last one made it."""
         return max(call.began for call in self.calls.values()) - self.began
 
     @property
     def has_other_names(self) -> bool:
-        """Whether it is one operation everywhere, but not by the same name, operator or options."""
+        """Whether all ranks agree on operation and root, but not on name, operator or options."""
         calls = self.calls.values()
         alike = len({(call.operation, call.root) for call in calls}) == 1
         return alike and len({call.fingerprint for call in calls}) > 1
 
     @property
     def parting(self) -> Parting | None:
-        """How the ranks part in it, if they do; a message has nobody to part with."""
+        """How the ranks diverge in it, if they do. A message can only be stuck."""
         if self.key.pair:
             return Parting.STUCK if any(is_stuck(call) for call in self.calls.values()) else None
         agreed = {(call.operation, call.root, call.fingerprint) for call in self.calls.values()}
@@ -123,13 +123,13 @@ class CallRow:
 
 
 def is_stuck(call: DumpedCall) -> bool:
-    """Whether its rank was waiting in it, or lost the others in it."""
+    """Whether the rank was still waiting in the call, or lost other ranks in it."""
     lost = ("Transport", "Desync", "BrokenGroup", "WireError")
     return call.is_under_way or call.outcome.startswith(lost)
 
 
 def match(dumps: Sequence[Dump]) -> list[CallRow]:
-    """Lay the calls of all ranks side by side, in the order in which they were made."""
+    """Match the calls of all ranks; return them in the order in which they were made."""
     rows: dict[Key, CallRow] = {}
     for dump in dumps:
         for group in dump.groups:
@@ -145,7 +145,7 @@ def _keyed(group: GroupDump, rank: int) -> list[tuple[Key, DumpedCall]]:
     made: Counter[Key] = Counter()
     keyed = []
     for call in group.calls:
-        # Which lane made the ranks meet differs from rank to rank.
+        # A rendezvous may be started by a different lane on each rank.
         numbers = (call.mesh, 0 if call.is_meeting else call.lane, call.sequence)
         key = Key(group.name, group.ranks, *numbers)
         if call.is_message:
@@ -156,7 +156,7 @@ def _keyed(group: GroupDump, rank: int) -> list[tuple[Key, DumpedCall]]:
 
 
 def _key_of_message(key: Key, call: DumpedCall, rank: int) -> Key:
-    """Messages are numbered for each pair and direction, once they have begun to travel."""
+    """Return a message's key. Messages get numbers per pair and direction when they are sent."""
     has_peer = 0 <= call.root < len(key.ranks)
     peer = key.ranks[call.root] if has_peer else -1
     if call.is_meeting:
@@ -182,14 +182,14 @@ def _explain_absences(rows: dict[Key, CallRow], dumps: Sequence[Dump]) -> None:
 
 
 def _absence(row: CallRow, dump: Dump | None, sequences: Sequence[int]) -> Absence:
-    """Why a rank has no part in a row, from its calls on the same stretch."""
+    """Return why a rank is absent from a row, given its calls in the same stretch."""
     key = row.key
     if dump is None:
         return Absence.NO_DUMP
     group = _group_of(key, dump)
     if group is None and not dump.is_whole:
         return Absence.NO_DUMP
-    # Of a stretch the latest calls are remembered, so a gap before one was forgotten, not left out.
+    # The latest calls are remembered, so a call before a remembered one was made and forgotten.
     is_forgotten = any(number > key.sequence for number in sequences)
     is_met = key.sequence < 0 and (key.mesh != 0 or bool(sequences))
     if is_forgotten or is_met or (group is not None and group.is_full and not sequences):
@@ -203,7 +203,7 @@ def _group_of(key: Key, dump: Dump) -> GroupDump | None:
 
 
 def _absence_of_message(row: CallRow, rank: int, dump: Dump | None) -> Absence | None:
-    """Why the other rank has no part in a message; ``None`` if that says nothing."""
+    """Return why the other rank is absent from a message; ``None`` if its absence is normal."""
     key, (call,) = row.key, row.calls.values()
     group = None if dump is None else _group_of(key, dump)
     if dump is None or (group is None and not dump.is_whole):
@@ -219,7 +219,7 @@ def _absence_of_message(row: CallRow, rank: int, dump: Dump | None) -> Absence |
 
 
 def first_parting(rows: Sequence[CallRow]) -> CallRow | None:
-    """Where the ranks part first; where none left the sequence, the first call that went wrong."""
+    """Return where the ranks first diverge; if they do not, the first call that failed."""
     parted = [row for row in rows if row.parting is not None]
     left = [row for row in parted if row.parting is not Parting.STUCK]
     return next(iter(left or parted), None)
@@ -231,12 +231,12 @@ _TO_ROOT = frozenset({"gather", "gather_object", "gather_scalar", "reduce"})
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """One host's clock against that of the first rank's host.
+    """One host's clock relative to that of the first rank's host.
 
     Attributes:
-        ahead_seconds: by how much it is ahead; what is subtracted from its times.
-        margin_seconds: how far that may be wrong; infinite if nothing is known.
-        count: how many matching calls tell.
+        ahead_seconds: how far it is ahead; subtracted from its times.
+        margin_seconds: the error of that estimate; infinite if nothing is known.
+        count: number of matching calls that the estimate is based on.
     """
 
     ahead_seconds: float = 0.0
@@ -245,11 +245,11 @@ class Clock:
 
 
 def estimate(rows: Sequence[CallRow], dumps: Sequence[Dump]) -> dict[str, Clock]:
-    """Each host's clock. Ranks of one host share one.
+    """Estimate each host's clock. Ranks of one host share a clock.
 
     Args:
-        rows: matched calls, by the ranks' own clocks.
-        dumps: all of them, the first rank's first.
+        rows: matched calls, with times of the ranks' own clocks.
+        dumps: all dumps; the host of the first one is the reference.
     """
     reference = dumps[0].host
     host_of = {dump.rank: dump.host for dump in dumps}
@@ -274,12 +274,12 @@ def _between(least: float, most: float, count: int) -> Clock:
     if math.isinf(least) or math.isinf(most):
         return Clock(count=count)
     middle, margin = (least + most) / 2, abs(most - least) / 2
-    # Clocks that may well agree are left alone.
+    # Not corrected if the clocks may agree.
     return Clock(0.0 if least <= 0.0 <= most else middle, margin, count)
 
 
 def _bounds(row: CallRow, host_of: dict[int, str]) -> tuple[dict[str, float], dict[str, float]]:
-    """By host, when its last sender entered a call, and when its first receiver left it."""
+    """Return by host when its last sender entered a call, and when its first receiver left it."""
     sent: dict[str, float] = {}
     taken: dict[str, float] = {}
     if row.key.pair and (len(row.calls) == 1 or row.key.sequence < 0):
@@ -304,7 +304,7 @@ def _bounds(row: CallRow, host_of: dict[int, str]) -> tuple[dict[str, float], di
 
 
 def corrected(dumps: Sequence[Dump], clocks: dict[str, Clock]) -> list[Dump]:
-    """The same dumps with all times by the first rank's clock."""
+    """Return the dumps with all times converted to the clock of the first rank's host."""
     return [_shifted(dump, clocks[dump.host].ahead_seconds) for dump in dumps]
 
 

@@ -1,8 +1,8 @@
-"""The calls as Chrome trace events, which Perfetto and chrome://tracing draw.
+"""The calls as Chrome trace events, for Perfetto and chrome://tracing.
 
-The form: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
-A process of the trace is a rank, a thread is a lane of a group. Arrows lead from the rank that came
-last to those that waited for it.
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+A process of the trace is a rank, and a thread is a lane of a group. Arrows lead from the last rank
+that made a call to the ranks that waited for it.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ Event = dict[str, Any]
 def trace(
     rows: Sequence[CallRow], dumps: Sequence[Dump], clocks: dict[str, Clock]
 ) -> dict[str, Any]:
-    """The whole file, as JSON's types.
+    """Return the content of the trace file as JSON types.
 
     Args:
-        rows: every matched call, by one clock.
-        dumps: the same, by rank.
-        clocks: what was done to make it one.
+        rows: all matched calls, with times of one clock.
+        dumps: the dumps of all ranks, with times of the same clock.
+        clocks: the corrections that were applied, by host.
     """
     began = min((row.began for row in rows), default=0.0)
     at_of = {dump.rank: dump.at for dump in dumps}
@@ -51,7 +51,7 @@ def trace(
         arrow["id"] = number // 2
     timed = sorted(
         [event for events in slices.values() for event in events] + arrows,
-        # Who encloses another begins no later and comes first.
+        # An enclosing slice begins no later than the enclosed one, and must come first.
         key=lambda event: (event["ts"], -event.get("dur", 0.0)),
     )
     return {
@@ -103,7 +103,7 @@ def _slice(row: CallRow, rank: int, call: DumpedCall, began: float, dumped: floa
 
 
 def _nest(events: list[Event]) -> None:
-    """Shorten what would overlap in part: starts and durations come from two clocks of a rank."""
+    """Shorten slices that partially overlap: starts and durations come from different clocks."""
     events.sort(key=lambda event: (event["ts"], -event["dur"]))
     open_until: list[Event] = []
     for event in events:
@@ -124,7 +124,7 @@ def _arrows(row: CallRow, found: dict[tuple[Key, int], Event]) -> list[Event]:
     arrows = []
     for rank in row.calls:
         waiting = found[row.key, rank]
-        # Of a rank that had left before, nothing shows that it waited.
+        # A rank that had left the call before did not wait for the last one.
         if rank != row.last_rank and last["ts"] <= _end(waiting):
             ends = (("s", last, last["ts"]), ("f", waiting, _end(waiting)))
             for phase, event, ts in ends:
