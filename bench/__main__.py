@@ -1,8 +1,8 @@
 """The command line: ``python -m bench OPERATION --world N [--json FILE]``.
 
-``OPERATION`` is one of the declared operations, ``memory`` for all that is not about time, or
-``all``: everything, at every world size. ``python -m bench report FILES… -o PAGE`` renders what
-``--json`` wrote.
+``OPERATION`` is one of the declared operations, ``memory`` for all measurements other than time, or
+``all`` for everything, at every world size. ``python -m bench report FILES… -o PAGE`` renders the
+output of ``--json``.
 """
 
 import argparse
@@ -26,7 +26,7 @@ _WORLDS = (1, 2, 4, 8, *MANY_RANKS)
 
 
 def main(arguments: list[str]) -> int:
-    """Run one command and give its exit status: 1 where some ranks failed."""
+    """Run one command and return its exit status: 1 if some ranks failed."""
     if arguments[:1] == ["report"]:
         return report.main(arguments[1:])
     options = _options(arguments)
@@ -64,7 +64,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 
 def _jobs(options: argparse.Namespace, peers: tuple[str, ...]) -> Iterator[Iterator[Record]]:
-    """What to measure, in parts that may fail one by one."""
+    """Yield the measurements in parts, each of which may fail on its own."""
     by_default = _WORLDS if options.operation == "all" else (JUDGED_WORLD,)
     for world in [options.world] if options.world else by_default:
         if timed := list(chosen(options.operation, world, timed=True)):

@@ -1,6 +1,6 @@
-"""What a benchmark declares: an operation, what it is tried on, and what it has to reach.
+"""The declaration of a benchmark: an operation, its payloads, and its targets.
 
-Knows nothing of clocks, processes or Markdown, so a suite stays a list of declarations.
+Does not know about clocks, processes or Markdown, so a suite is only a list of declarations.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,16 +9,16 @@ from typing import Any
 
 from bench.peers import Peer
 
-#: Binds one peer and one prepared payload to the call that is measured.
+#: Binds one peer and one prepared payload to the measured call.
 Bind = Callable[[Peer, Any], Callable[[], object]]
 
 SECONDS = "seconds"
 PROCESSOR_SECONDS = "processor_seconds"
 PROCESSOR_SHARE = "processor_share"
-#: The measure of a call that needs a world in which nobody has called yet.
+#: The measure of a call in a world in which no rank has made a call before.
 FIRST_CALL = "first call"
 JUDGED_WORLD = 4
-#: Worlds so large that their ranks are forked from one process, see ``bench.launch``.
+#: World sizes for which ranks are forked from one process; see ``bench.launch``.
 MANY_RANKS = (16, 32, 64)
 SMALL = 150  # samples of a call that takes microseconds
 LARGE = 9  # samples of a call that takes tenths of a second
@@ -26,17 +26,17 @@ LARGE = 9  # samples of a call that takes tenths of a second
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One figure that objcomm has to reach.
+    """One figure that objcomm must reach.
 
     Attributes:
         at_most: the largest value allowed, as a multiple of ``against``.
         against: the peer whose median of the same metric is the unit, or a number in the
             metric's own unit.
-        unit: how the report writes the multiple's unit; by default the peer's name.
-        metric: which figure is judged.
-        world: where it is judged; elsewhere it is only shown.
-        why_missed: the measured reason, which the report gives where the target is missed.
-        peer: which form of objcomm has to reach it.
+        unit: the unit of the multiple in the report; defaults to the peer's name.
+        metric: the metric that is judged.
+        world: the world size at which it is judged; at others it is only shown.
+        why_missed: the measured reason, which the report shows if the target is missed.
+        peer: the form of objcomm that must reach it.
     """
 
     at_most: float
@@ -49,25 +49,25 @@ class Target:
 
     @property
     def unit_label(self) -> str:
-        """What one unit is, for a reader."""
+        """The unit as the report shows it."""
         return self.unit or f"× {self.against}"
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One operation on some payloads, measured in one way.
+    """One operation on some payloads, with one measure.
 
     Attributes:
         operation: the name on the command line and in the report.
-        bind: makes the measured call for one peer and payload.
+        bind: creates the measured call for one peer and payload.
         payloads: names from ``payloads.PAYLOADS``.
         peers: names from ``peers.PEERS``, in the report's order.
-        worlds: the world sizes it is tried at.
-        measure: ``"time"``, or a measure of ``bench.memory``, each in processes of its own; or
+        worlds: the world sizes at which it runs.
+        measure: ``"time"``; or, each in separate processes, a measure of ``bench.memory``,
             ``"first call"`` or ``"import"``.
-        samples: how often each peer is measured; in fresh processes where it is not about time.
-        in_a_row: calls in one sample of a time, during which each rank goes on as soon as it may.
-        targets: what objcomm's figures must reach.
+        samples: how often each peer is measured; in new processes for measures other than time.
+        in_a_row: calls in one sample of a time, between which ranks do not wait for each other.
+        targets: the targets for objcomm's figures.
     """
 
     operation: str
@@ -93,7 +93,7 @@ def case(
     in_a_row: int = 1,
     targets: tuple[Target, ...] = (),
 ) -> Callable[[Bind], Bind]:
-    """Declare the decorated function a benchmark; its name is the operation's."""
+    """Declare the decorated function as a benchmark; its name is that of the operation."""
 
     def declare(bind: Bind) -> Bind:
         name = bind.__name__
@@ -104,7 +104,7 @@ def case(
 
 
 def chosen(operation: str, world: int, *, timed: bool) -> Iterator[Case]:
-    """The declared cases of one operation (or ``"all"``, or ``"memory"``) at one world size."""
+    """Yield the cases of one operation (or ``"all"``, or ``"memory"``) at one world size."""
     for known in CASES:
         is_timed = known.measure == "time"
         is_memory = not is_timed and known.measure != FIRST_CALL

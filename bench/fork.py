@@ -1,7 +1,7 @@
-"""Ranks that are forked from one process, which has imported what they need.
+"""Fork ranks from one process that has already imported the modules they need.
 
-On two cores 64 imports of torch take minutes. Like torchrun's agent that process hosts the store in
-which the ranks meet. Knows nothing of plans or of what the ranks do.
+On two cores, 64 imports of torch take minutes. Like torchrun's agent, the process hosts the store
+in which the ranks meet. Does not know about plans or what the ranks do.
 """
 
 import os
@@ -18,17 +18,17 @@ _HOST = "127.0.0.1"
 
 
 def run_forked(size: int, body: Callable[[int, dist.Store], None], timeout: timedelta) -> None:
-    """Run ``body`` on every rank; return when all have returned from it.
+    """Run ``body`` on every rank, and return when it has returned on all.
 
-    To be called before this process has any threads.
+    Call this before this process has any threads.
 
     Args:
         size: number of ranks.
-        body: gets the rank, and its connection to the store.
-        timeout: of the store's.
+        body: called with the rank and its connection to the store.
+        timeout: the store's timeout.
 
     Raises:
-        RuntimeError: a rank raised, or its process ended; the others were ended with it.
+        RuntimeError: a rank raised, or its process ended; the other ranks have then been ended.
     """
     with socket.socket() as listener:
         listener.bind((_HOST, 0))
@@ -41,7 +41,7 @@ def run_forked(size: int, body: Callable[[int, dist.Store], None], timeout: time
                 listener.close()
                 _be_a_rank(rank, port, body, timeout)
             processes[process] = rank
-        # Its thread begins when all ranks are forked.
+        # Created after all forks, because it starts a thread.
         store = dist.TCPStore(
             _HOST,
             port,
@@ -68,7 +68,7 @@ def run_forked(size: int, body: Callable[[int, dist.Store], None], timeout: time
 def _be_a_rank(
     rank: int, port: int, body: Callable[[int, dist.Store], None], timeout: timedelta
 ) -> None:
-    """Never returns: what called ``run_forked`` goes on in the first process alone."""
+    """Run one rank and exit: only the first process may return to the caller of ``run_forked``."""
     status = 1
     try:
         body(rank, dist.TCPStore(_HOST, port, timeout=timeout, wait_for_workers=False))

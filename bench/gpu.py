@@ -1,8 +1,8 @@
-"""Objects that hold CUDA tensors, beside NCCL's own collectives and torch's of objects.
+"""Benchmark objects that contain CUDA tensors against NCCL and torch's object collectives.
 
-``python -m bench.gpu --world 2 --json docs/gpu.jsonl`` measures where there is a GPU, and
-``python -m bench.gpu report docs/gpu.jsonl -o docs/gpu-benchmarks.md`` renders that. Not among the
-suites of ``python -m bench``, whose figures all come from one machine, without a GPU.
+``python -m bench.gpu --world 2 --json docs/gpu.jsonl`` measures on a machine with a GPU, and
+``python -m bench.gpu report docs/gpu.jsonl -o docs/gpu-benchmarks.md`` renders the result. This is
+not one of the suites of ``python -m bench``, whose figures all come from one machine without a GPU.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _OURS_GLOO, _TORCH_GLOO = "objcomm, Gloo", "torch, Gloo"
 _COLUMNS = (_OURS, _ALONE, _TORCH, _OURS_GLOO, _TORCH_GLOO)
 _CONFIG = "config dict, 1 KiB"
 _SIZES = (1, 16, 64, 256)  # MiB
-_SMALL = 100  # samples of a call that takes parts of a millisecond
+_SMALL = 100  # samples of a call that takes less than a millisecond
 _SMOKE_SAMPLES = 3
 _TIMEOUT = timedelta(seconds=120)
 
@@ -78,7 +78,7 @@ _FACTS = ("GPU", "GPUs", "NCCL", "CUDA", "processor", "cores", "system", "python
 
 
 def main(arguments: list[str]) -> None:
-    """Measure on fresh processes, or render what was measured."""
+    """Measure in new processes, or render the figures."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     if arguments[:1] == ["report"]:
         parser.add_argument("figures", type=Path)
@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> None:
 
 
 def page(results: Results) -> str:
-    """What a reader sees of one run."""
+    """Return the page for one run, as Markdown."""
     world, gpus = next(iter(results)).world, int(results.about["GPUs"])
     where = (_ON_SEVERAL if gpus >= world else _ON_ONE_GPU).format(world=world, gpus=gpus)
     rows = []
@@ -165,7 +165,7 @@ def _about(gpus: int) -> dict[str, str]:
 def _cases(
     rank: int, world: int, sizes: Sequence[int]
 ) -> Iterator[tuple[str, str, int, dict[str, Call]]]:
-    """Operation, payload, samples, and the call of each form; on all ranks in one order."""
+    """Yield operation, payload, samples, and calls by name, in the same order on all ranks."""
     nccl, gloo = dist.new_group(backend="nccl"), dist.new_group(backend="gloo")
     config = PAYLOADS[_CONFIG](rank, 1)
     calls = _broadcasts(config, rank, nccl, gloo)
@@ -173,7 +173,7 @@ def _cases(
     calls = _all_gathers(config, world, nccl, gloo)
     yield "all_gather", _CONFIG, _SMALL, _checked(calls, [config] * world)
     for mib in sizes:
-        # Whole numbers, whose sums are the same in any order.
+        # Integers, whose sums are the same in any order.
         several = [
             torch.full((mib * MIB // 4,), float(of + 1), device="cuda") for of in range(world)
         ]
@@ -244,7 +244,7 @@ def _all_gathers(
 def _all_reduces(
     tree: dict[str, torch.Tensor], nccl: dist.ProcessGroup, gloo: dist.ProcessGroup
 ) -> dict[str, Call]:
-    return {  # torch has none of objects
+    return {  # torch has no reduction of objects
         _OURS: lambda: objcomm.all_reduce(tree, group=nccl),
         _OURS_GLOO: lambda: objcomm.all_reduce(tree, group=gloo),
     }
@@ -253,7 +253,7 @@ def _all_reduces(
 def _sends(
     tree: dict[str, torch.Tensor], rank: int, nccl: dist.ProcessGroup, gloo: dist.ProcessGroup
 ) -> dict[str, Call]:
-    """From rank 0 to rank 1."""
+    """Send from rank 0 to rank 1."""
 
     def ours(group: dist.ProcessGroup) -> Any:
         if rank == 0:
@@ -277,7 +277,7 @@ def _over_both(
     nccl: dist.ProcessGroup,
     gloo: dist.ProcessGroup,
 ) -> dict[str, Call]:
-    """One operation of both libraries, in each of the groups."""
+    """Combine one operation of both libraries with each of the groups."""
     return {
         _OURS: lambda: ours(nccl),
         _TORCH: lambda: of_torch(nccl),
@@ -287,7 +287,7 @@ def _over_both(
 
 
 def _checked(calls: dict[str, Call], expected: Any) -> dict[str, Call]:
-    """The same, after each has been called once and gave what it must."""
+    """Return the calls, after each has been called once and its result checked."""
     for name, call in calls.items():
         if not same(call(), expected):
             raise RuntimeError(f"{name} gave another result than it must")
@@ -295,7 +295,7 @@ def _checked(calls: dict[str, Call], expected: Any) -> dict[str, Call]:
 
 
 def _until_done(call: Call) -> Call:
-    """The same, until the GPU has done what it queued there."""
+    """Extend a call until the GPU has completed the work that it queued."""
 
     def called() -> Any:
         result = call()

@@ -1,7 +1,7 @@
-"""Between hosts: ``python -m bench.hosts [--mbit 200 1000] [--json FILE]``, as root or without.
+"""Between hosts: ``python -m bench.hosts [--mbit 200 1000] [--json FILE]``, with or without root.
 
-Network namespaces stand for hosts, and their cards have a limited rate, so the figures say how well
-a call uses a slow network and nothing about a real one. Prints a Markdown table.
+Network namespaces with rate-limited interfaces represent hosts, so the figures show how well a call
+uses a slow network, but say nothing about a real one. Prints a Markdown table.
 """
 
 import argparse
@@ -32,8 +32,8 @@ _SAMPLES = 5
 _MORE_SAMPLES = 31  # of a call that takes less than 10 ms
 _TIMEOUT = timedelta(seconds=120)
 _LIMIT_S = 600.0
-_COUNTERS = Path("/proc/self/net/dev")  # of this process's own network
-_RECEIVED = 0  # the first of its columns
+_COUNTERS = Path("/proc/self/net/dev")  # of this process's network namespace
+_RECEIVED = 0  # the first column
 _LAYOUTS = ((2, 1), (2, 2), (4, 1))  # hosts, ranks on each
 
 
@@ -41,11 +41,11 @@ class _Case(NamedTuple):
     """One call.
 
     Attributes:
-        name: of the call.
-        nbytes: of each rank's array.
-        bind: makes the call for one peer.
-        carried: how many arrays the busiest card must carry in one direction at least, given the
-            number of hosts and the ranks on each.
+        name: the name of the call.
+        nbytes: the size of each rank's array.
+        bind: creates the call for one peer.
+        carried: returns how many arrays the busiest card must carry in one direction at least,
+            for a number of hosts and of ranks on each.
     """
 
     name: str
@@ -67,7 +67,7 @@ def _all_gather(peer: Peer, own: Any) -> Callable[[], object]:
 
 
 def _there_and_back(peer: Peer, own: Any) -> Callable[[], object]:
-    """Between the first two ranks, which may share a host; the others do nothing."""
+    """Make a round trip between ranks 0 and 1, which may share a host; the others do nothing."""
     return lambda: peer.there_and_back(own) if dist.get_rank() < _PAIR else None
 
 
@@ -91,7 +91,7 @@ _CASES = (
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, and print what came out."""
+    """Measure, and print the figures."""
     parser = argparse.ArgumentParser(prog="python -m bench.hosts", description=__doc__)
     parser.add_argument("--mbit", type=float, nargs="+", default=[200.0, 1000.0])
     parser.add_argument("--json", type=Path, help="write the figures here, one line per call")
@@ -123,7 +123,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _measured(count: int, each: int, mbit: float) -> Iterator[dict[str, Any]]:
-    """Run all ranks, and give the rows that rank 0 wrote."""
+    """Run all ranks, and yield the rows that rank 0 wrote."""
     with ExitStack() as made:
         folder = Path(made.enter_context(tempfile.TemporaryDirectory(prefix="objcomm-bench-")))
         hosts = made.enter_context(Hosts(count, mbit=mbit))
@@ -146,7 +146,7 @@ def _measured(count: int, each: int, mbit: float) -> Iterator[dict[str, Any]]:
 
 
 def be_a_rank(folder: Path) -> None:
-    """Join the others, measure all cases, and let rank 0 write."""
+    """Join the other ranks, measure all cases, and write the rows on rank 0."""
     torch.set_num_threads(1)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     meeting = f"file://{folder / 'meeting'}"
@@ -176,7 +176,7 @@ def be_a_rank(folder: Path) -> None:
 
 
 def _received_by(call: Callable[[], object], ruler: Ruler) -> float:
-    """What the busiest card received in one call, after one that has made all connections."""
+    """Return the bytes that the busiest card received in a call, after one that connects all."""
     call()
     ruler.start_together()
     before = _received()

@@ -1,8 +1,8 @@
-"""Start one rank per process, wait for all of them, and never leave one behind.
+"""Start one rank per process, wait for all of them, and leave none behind.
 
-Where ``mpiexec`` and mpi4py work together the ranks are MPI's, and torch.distributed joins the
-same processes through a file: so every peer can be tried in one run. Else they are plain
-processes, without mpi4py. Many ranks are forked from one process, see ``bench.fork``.
+If ``mpiexec`` and mpi4py work together, the ranks are MPI's, and torch.distributed joins the same
+processes through a file, so that one run can measure all peers. Otherwise they are plain processes
+without mpi4py. Many ranks are forked from one process; see ``bench.fork``.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from bench.case import MANY_RANKS
 
 ROWS = "rows.jsonl"  # beside the plan
 RANK_VARIABLE = "OBJCOMM_BENCH_RANK"
-DEADLINE_SECONDS = 900.0  # for one set of ranks; none hangs longer
+DEADLINE_SECONDS = 900.0  # for one set of ranks
 _POLL_SECONDS = 0.05
 _GOODBYE_SECONDS = 5.0
 _PROBE = "from mpi4py import MPI; assert MPI.COMM_WORLD.size == 2"
@@ -32,16 +32,16 @@ _PROBE = "from mpi4py import MPI; assert MPI.COMM_WORLD.size == 2"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a set of ranks is to measure.
+    """What a set of ranks should measure.
 
     Attributes:
         operation: a name on the command line: one operation, ``"all"`` or ``"memory"``.
-        world: how many ranks.
-        peers: which peers may take part.
-        mpi: whether ``mpiexec`` started the ranks.
-        smoke: shrink large payloads and take few samples.
-        single: for a measure in processes of their own, the case's position in ``CASES``, the
-            payload and the peer; None for all timed cases of the operation.
+        world: number of ranks.
+        peers: the peers to measure.
+        mpi: whether ``mpiexec`` starts the ranks.
+        smoke: whether to shrink large payloads and take few samples.
+        single: for a measure in separate processes, the case's index in ``CASES``, the payload and
+            the peer; None for all timed cases of the operation.
     """
 
     operation: str
@@ -53,19 +53,19 @@ class Plan:
 
     @property
     def is_forked(self) -> bool:
-        """Whether one process is started, which forks the ranks."""
+        """Whether the ranks are forked from a single process."""
         return self.world in MANY_RANKS
 
 
 class RanksFailedError(RuntimeError):
-    """A rank ended badly or too late; the others were ended with it."""
+    """A rank failed or was too late; the others have been ended."""
 
 
 def run_ranks(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Run the plan on fresh processes and give the rows that rank 0 writes, as they come.
+    """Run the plan in new processes, and yield the rows that rank 0 writes as they arrive.
 
     Raises:
-        RanksFailedError: a rank failed, or the deadline passed; after the last row written.
+        RanksFailedError: a rank failed, or the deadline passed. Raised after the last row.
     """
     with tempfile.TemporaryDirectory() as scratch:
         plan_file = Path(scratch, "plan.json")
@@ -97,14 +97,14 @@ def mpi_works() -> bool:
 
 
 def _mpiexec() -> str | None:
-    # An MPI from a wheel lies beside the interpreter, also where no environment is activated.
+    # MPI from a wheel is beside the interpreter, even if no environment is activated.
     beside = str(Path(sys.executable).parent)
     return shutil.which("mpiexec", path=os.pathsep.join([beside, os.environ.get("PATH", "")]))
 
 
 def _start(plan: Plan, plan_file: Path) -> list[subprocess.Popen[bytes]]:
     worker = [sys.executable, "-m", "bench.worker", str(plan_file)]
-    # As torchrun does: one computing thread per rank, or the ranks fight over the cores.
+    # Like torchrun: one computing thread per rank, so that ranks do not compete for the cores.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if plan.mpi:
         command = [str(_mpiexec()), "-n", str(plan.world), *worker]
@@ -120,7 +120,7 @@ def _start(plan: Plan, plan_file: Path) -> list[subprocess.Popen[bytes]]:
 
 
 def _watch(processes: list[subprocess.Popen[bytes]]) -> Iterator[str]:
-    """Yield now and then while the ranks run, and once after: empty, or what went wrong."""
+    """Yield repeatedly while the ranks run, and once after: an empty string, or the problem."""
     until = time.monotonic() + DEADLINE_SECONDS
     while (codes := [process.poll() for process in processes]) and None in codes and not any(codes):
         if time.monotonic() > until:
@@ -133,7 +133,7 @@ def _watch(processes: list[subprocess.Popen[bytes]]) -> Iterator[str]:
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
     running = [process for process in processes if process.poll() is None]
     for process in running:
-        process.terminate()  # mpiexec ends its ranks itself, given time
+        process.terminate()  # gives mpiexec time to end its ranks
     for process in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GOODBYE_SECONDS)

@@ -1,4 +1,4 @@
-"""What a figure depends on: the processor, the memory and the versions. Names no host or path."""
+"""The facts that a figure depends on: processor, memory and versions. Names no host or path."""
 
 import importlib.metadata
 import os
@@ -15,7 +15,7 @@ _GIB = 1 << 30
 
 
 def about(*, mpi: bool) -> dict[str, str]:
-    """Facts in the report's order; ``mpi`` says whether mpi4py takes part."""
+    """Return the facts in the report's order; ``mpi`` says whether mpi4py is measured."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / _GIB
     return {
         "processor": _processor(),
@@ -30,7 +30,7 @@ def about(*, mpi: bool) -> dict[str, str]:
 
 
 def mpi_library() -> str:
-    """Name and version of the MPI that mpi4py loads, asked in another process."""
+    """Return name and version of the MPI that mpi4py loads, found out in another process."""
     program = "from mpi4py import MPI; print(MPI.Get_library_version())"
     asked = subprocess.run(  # noqa: S603
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
@@ -39,7 +39,7 @@ def mpi_library() -> str:
 
 
 def short_mpi_name(library_version: str) -> str:
-    """The name and number alone: the full text may name the host that built it."""
+    """Return only name and number, because the full text may name the host that built it."""
     first_line = " ".join(library_version.split("\n", 1)[0].replace("Version:", "").split())
     found = re.match(r"[^,(\[]*?\d+(\.\d+)+", first_line)
     return found.group() if found else "unknown"

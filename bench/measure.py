@@ -1,9 +1,8 @@
-"""Time: how long a call takes its slowest rank, with all peers tried in turn.
+"""Measure how long a call takes on its slowest rank, with alternating peers.
 
-Peers alternate sample by sample, so a machine that slows down slows all of them. A barrier on a
-group that no peer uses precedes each sample, which is one call or some in a row. Letting the
-ranks sleep to one agreed instant instead was tried: with more ranks than cores they then start no
-closer together.
+Peers alternate sample by sample, so if the machine slows down, all of them do. A barrier on a group
+that no peer uses precedes each sample, which is one call or several in a row. Sleeping until an
+agreed time was tried instead; with more ranks than cores, ranks then start no closer together.
 """
 
 import functools
@@ -29,7 +28,7 @@ _STAMP = struct.Struct("<q")  # nanoseconds of the clock that all processes of a
 
 
 class Summary(NamedTuple):
-    """What a report keeps of many samples."""
+    """The statistics of many samples that a report shows."""
 
     n: int
     median: float
@@ -39,18 +38,18 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """A call that is measured while something else is in flight.
+    """A call that is measured while an asynchronous operation is outstanding.
 
     Attributes:
-        begin: begins that, unmeasured, and returns what waits for its result.
-        call: what is measured meanwhile.
+        begin: starts that operation, unmeasured, and returns a function that waits for its result.
+        call: the measured call.
     """
 
     begin: Callable[[], Call]
     call: Call
 
     def __call__(self) -> object:
-        """All of it: what was in flight gives the result."""
+        """Run both; return the result of the asynchronous operation."""
         wait = self.begin()
         self.call()
         return wait()
@@ -58,12 +57,12 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """A call by which rank 0 hands out work, measured until the last rank has it.
+    """A call by which rank 0 distributes work, measured until the last rank has it.
 
     Attributes:
-        call: what is measured.
-        rounds: how many one sample has. In each, rank 0 begins once every rank has answered in the
-            round before, and calls as often as the case says in ``in_a_row``.
+        call: the measured call.
+        rounds: number of rounds in one sample. In each round, rank 0 starts when every rank has
+            answered in the previous round, and makes the case's ``in_a_row`` calls.
         pause: seconds that rank 0 sleeps before each round, while the others wait for it.
     """
 
@@ -72,7 +71,7 @@ class Steps:
     pause: float = 0.0
 
     def __call__(self) -> object:
-        """The call itself, by which results are compared."""
+        """Make the call once, to compare results."""
         return self.call()
 
 
@@ -93,7 +92,7 @@ class Record:
 
 
 def summarise(samples: Sequence[float]) -> Summary:
-    """Median and the tenth and ninetieth percentile of at least one sample."""
+    """Return the median and the tenth and ninetieth percentile of one or more samples."""
     if len(samples) == 1:
         return Summary(1, samples[0], samples[0], samples[0])
     deciles = statistics.quantiles(samples, n=10, method="inclusive")
@@ -101,14 +100,14 @@ def summarise(samples: Sequence[float]) -> Summary:
 
 
 def slowest(durations_by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Per sample, the longest duration of any rank."""
+    """Return, for each sample, the longest duration of any rank."""
     return [max(sample) for sample in zip(*durations_by_rank, strict=True)]
 
 
 def turns(peers: Sequence[str], rounds: int) -> list[str]:
-    """Who is measured when: every peer once per round, each round begun by the next peer.
+    """Return the order of measurement: every peer once per round, each round starting one later.
 
-    Nobody always follows the same neighbour's leftovers (dirty caches, returned memory).
+    So no peer always follows the same one and its side effects (dirty caches, freed memory).
     """
     return [peers[(first + k) % len(peers)] for first in range(rounds) for k in range(len(peers))]
 
@@ -121,11 +120,11 @@ class Ruler:
         self._world = dist.get_world_size()
 
     def start_together(self) -> None:
-        """Return when every rank has called."""
+        """Return when every rank has called this."""
         dist.barrier(group=self._group)
 
     def of_all_ranks(self, figures: Sequence[float]) -> list[list[float]]:
-        """Every rank's figures, on every rank; all give equally many."""
+        """Gather every rank's figures on every rank; all pass the same number of figures."""
         mine = torch.tensor(figures, dtype=torch.float64)
         everyone = [torch.empty_like(mine) for _ in range(self._world)]
         dist.all_gather(everyone, mine, group=self._group)
@@ -133,19 +132,19 @@ class Ruler:
 
     @functools.cached_property
     def answers(self) -> "Answers":
-        """What the ranks tell rank 0 with; every rank must ask for it, on one host."""
+        """The pipe for answers to rank 0; every rank must access it, all on one host."""
         with tempfile.TemporaryDirectory(prefix="objcomm-bench-") as folder:
             box = [folder]
             dist.broadcast_object_list(box, src=0, group=self._group)
             answers = Answers(Path(box[0], "answers"), self.start_together)
-            self.start_together()  # all have opened it before it is removed
+            self.start_together()  # all have opened it; now it may be removed
         return answers
 
 
 class Answers:
-    """A pipe on which every other rank tells rank 0 when it had what it waited for.
+    """A pipe on which every other rank tells rank 0 when it received the object.
 
-    Rank 0 sleeps until they have told it, so that it takes no processor from them meanwhile.
+    Rank 0 sleeps until all have answered, so that it uses no processor time meanwhile.
     """
 
     def __init__(self, path: Path, start_together: Callable[[], None]) -> None:
@@ -157,11 +156,11 @@ class Answers:
         self._pipe = os.open(path, os.O_RDWR if self.is_asked else os.O_WRONLY)
 
     def give(self) -> None:
-        """Say that it is now."""
+        """Answer with the current time."""
         os.write(self._pipe, _STAMP.pack(time.monotonic_ns()))
 
     def last(self) -> int:
-        """The latest of all other ranks' answers, once they are there."""
+        """Wait for the answers of all other ranks, and return the latest."""
         told = b""
         while missing := self._others * _STAMP.size - len(told):
             told += os.read(self._pipe, missing)
@@ -172,26 +171,25 @@ class Answers:
 def alternate(
     calls: Mapping[str, Call], samples: int, warm_up: int, ruler: Ruler, in_a_row: int = 1
 ) -> dict[str, dict[str, Summary]]:
-    """Measure all calls in turn.
+    """Measure all calls, alternating between peers.
 
     Every rank must call this with the same names, in the same order.
 
     Args:
-        calls: per peer, the operation; what it returns is freed outside the measured time.
+        calls: the operation of each peer; its result is freed outside the measured time.
         samples: measured samples per peer.
         warm_up: earlier samples per peer that are not counted.
         ruler: starts the ranks together.
         in_a_row: calls in one sample.
 
     Returns:
-        Per peer, the seconds of the slowest rank per call, and where they are several in a row
-        those of the processor that the busiest rank has had. Of ``Steps`` the seconds until the
-        last rank has the object, and the processor seconds of all ranks in each second. The same
-        on every rank.
+        For each peer, the seconds of the slowest rank per call; with several calls in a row, also
+        the processor seconds of the busiest rank. For ``Steps``, the seconds until the last rank
+        has the object, and the processor seconds of all ranks per second. The same on every rank.
     """
     taken: dict[str, dict[str, list[float]]] = {peer: {} for peer in calls}
     gc.collect()
-    gc.freeze()  # what lives now is not searched before each sample
+    gc.freeze()  # existing objects are not scanned before each sample
     gc.disable()
     try:
         for at, peer in enumerate(turns(list(calls), warm_up + samples)):
@@ -214,7 +212,7 @@ def alternate(
 
 
 def _sample(call: Call, in_a_row: int, ruler: Ruler) -> dict[str, list[float]]:
-    """This rank's figures of one sample."""
+    """Take one sample; return this rank's figures."""
     if isinstance(call, Steps):
         return _steps(call, in_a_row, ruler)
     if in_a_row == 1:
@@ -224,7 +222,10 @@ def _sample(call: Call, in_a_row: int, ruler: Ruler) -> dict[str, list[float]]:
 
 
 def _steps(steps: Steps, in_a_row: int, ruler: Ruler) -> dict[str, list[float]]:
-    """Each round's seconds for a call, which rank 0 alone knows, and all ranks' processor share."""
+    """Return each round's seconds per call, known to rank 0 only, and all ranks' processor share.
+
+    The seconds are 0 on the other ranks.
+    """
     answers = ruler.answers
 
     def one_round(calls: int) -> float:
@@ -238,7 +239,7 @@ def _steps(steps: Steps, in_a_row: int, ruler: Ruler) -> dict[str, list[float]]:
         answers.give()
         return 0.0
 
-    one_round(1)  # the ranks come from a barrier, some much earlier than others
+    one_round(1)  # ranks may leave the preceding barrier at very different times
     began, busy = time.monotonic_ns(), time.process_time()
     taken = [one_round(in_a_row) for _ in range(steps.rounds)]
     seconds, busy = (time.monotonic_ns() - began) / 1e9, time.process_time() - busy
@@ -247,7 +248,7 @@ def _steps(steps: Steps, in_a_row: int, ruler: Ruler) -> dict[str, list[float]]:
 
 
 def _several_calls(call: Call, count: int) -> tuple[float, float]:
-    """The seconds of one of them, and those of the processor."""
+    """Return the seconds and the processor seconds per call."""
     started, busy = time.perf_counter(), time.process_time()
     for _ in range(count):
         call()

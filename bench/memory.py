@@ -1,7 +1,7 @@
-"""Memory: what one call costs a process beyond what it held before.
+"""Measure how much memory one call uses beyond what the process used before.
 
-Each measure runs in processes made for it, after one call on a small object has connected
-everything, and returns this rank's figures by name. Linux only: it reads ``/proc/self``.
+Each measure runs in separate processes, after one call on a small object has established all
+connections, and returns this rank's figures by name. Linux only: it reads ``/proc/self``.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from bench.payloads import same
 
 _PR_SET_THP_DISABLE = 41  # <linux/prctl.h>
 _RESET_PEAK = "5"  # proc(5), /proc/pid/clear_refs
-#: Messages below this size are headers and metadata, not the object's memory.
+#: Smaller messages are headers and metadata, not the object's memory.
 _BULK_FROM_NBYTES = 64 << 10
 _WIRE_CALLS = (
     *("send", "recv", "recv_anysource", "broadcast", "gather", "scatter"),
@@ -30,14 +30,14 @@ _WIRE_CALLS = (
 
 
 class Measure(Protocol):
-    """Runs the call once and gives this rank's figures."""
+    """Runs the call once and returns this rank's figures."""
 
     def __call__(self, call: Callable[[], object], mine: Any) -> dict[str, float]:
-        """``mine`` is this rank's payload: what it sends, or what it expects to receive."""
+        """``mine`` is this rank's payload: the object that it sends or expects to receive."""
 
 
 def peak(call: Callable[[], object], mine: Any) -> dict[str, float]:
-    """Peak resident memory during the call, less what was resident before it."""
+    """Return the peak resident memory during the call, minus the resident memory before it."""
     del mine
     gc.collect()
     Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
@@ -49,12 +49,12 @@ def peak(call: Callable[[], object], mine: Any) -> dict[str, float]:
 
 
 def copies(call: Callable[[], object], mine: Any) -> dict[str, float]:
-    """Fresh memory touched during the call, and bytes the wire took from or put elsewhere.
+    """Return the new memory touched during the call, and the bytes moved from or to elsewhere.
 
-    Fresh memory is counted in page faults, with huge pages switched off for the process, so an
-    allocation counts although it was freed again. ``elsewhere`` counts bulk memory handed to
-    Gloo that lies neither in this rank's payload nor in its result: a staging buffer, however
-    often it is used again. Where Gloo was given no bulk at all, everything counts as elsewhere.
+    New memory is counted in page faults, with huge pages disabled for the process, so an allocation
+    counts even if it was freed again. ``elsewhere`` counts bulk memory passed to Gloo that is
+    neither in this rank's payload nor in its result, such as a staging buffer, even one that is
+    reused. If no bulk memory was passed to Gloo, everything counts as elsewhere.
     """
     ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
     with _watched_wire() as seen:
@@ -70,10 +70,10 @@ def copies(call: Callable[[], object], mine: Any) -> dict[str, float]:
 
 
 def gained(call: Callable[[], object], mine: Any) -> dict[str, float]:
-    """Memory that this rank has more of, once all have the result and have read it.
+    """Return the memory that this rank has gained when all ranks have the result and have read it.
 
-    What several processes have in common is divided among them, so that the sum of all ranks' is
-    what the host has less.
+    Memory shared by several processes is divided among them, so the sum over all ranks is what the
+    host has lost.
     """
     del mine
     gc.collect()
@@ -88,22 +88,22 @@ def gained(call: Callable[[], object], mine: Any) -> dict[str, float]:
 
 
 def sent(call: Callable[[], object], mine: Any) -> dict[str, float]:
-    """Bytes that objcomm says this rank sent, and whether the result equals the payload."""
+    """Return the bytes sent by this rank according to objcomm, and whether the result is wrong."""
     before = _sent_nbytes()
     result = call()
     return {"sent_nbytes": _sent_nbytes() - before, "mistakes": float(not same(result, mine))}
 
 
 def exact(call: Callable[[], object], mine: Any) -> dict[str, float]:
-    """Whether the result equals the payload."""
+    """Return 1 mistake if the result differs from the payload, else 0."""
     return {"mistakes": float(not same(call(), mine))}
 
 
 def sockets() -> int:
-    """How many this process has."""
+    """Return how many sockets this process has."""
     count = 0
     for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of the folder itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the folder itself
             count += str(descriptor.readlink()).startswith("socket:")
     return count
 
@@ -146,7 +146,7 @@ def _inside(inner: tuple[int, int], spans: list[tuple[int, int]]) -> bool:
 
 @contextlib.contextmanager
 def _watched_wire() -> Iterator[list[tuple[int, int]]]:
-    """Note the addresses of all bulk tensors that any Gloo group is given, in either direction."""
+    """Record the addresses of all bulk tensors passed to any Gloo group, in either direction."""
     seen: list[tuple[int, int]] = []
     originals = {name: getattr(dist.ProcessGroupGloo, name) for name in _WIRE_CALLS}
     for name, original in originals.items():

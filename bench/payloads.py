@@ -1,7 +1,7 @@
-"""Named, sized objects for the cases to send.
+"""Named objects of known sizes for the cases to send.
 
-A payload is built on every rank from that rank's number alone, and equal calls build equal
-objects, so that a receiver can check what it got without a second transfer.
+Every rank builds a payload only from a rank number, and equal calls build equal objects, so that a
+receiver can check a received object without a second transfer.
 """
 
 import random
@@ -14,20 +14,20 @@ import numpy as np
 import torch
 
 MIB = 1 << 20
-HUGE_NBYTES = 2**31 + 1  # one more than a signed 32-bit length can say, twice over
+HUGE_NBYTES = 2**31 + 1  # more than a signed 32-bit length can hold
 VIEWED_NBYTES = 10**9
 COPIED_NBYTES = 100 * 10**6
 
 
 @dataclass(slots=True)
 class Tally:
-    """A small object of a user's own, merged in rank order."""
+    """A small object of a user's class, merged in rank order."""
 
     counts: dict[str, int] = field(default_factory=dict)
     seen: int = 0
 
     def merge(self, other: "Tally") -> "Tally":
-        """Both tallies in one; neither changes."""
+        """Return the sum of both tallies; neither changes."""
         counts = dict(self.counts)
         for label, count in other.counts.items():
             counts[label] = counts.get(label, 0) + count
@@ -35,7 +35,7 @@ class Tally:
 
 
 def _config(_rank: int, _shrink: int) -> dict[str, Any]:
-    # About 1 KiB when pickled, in the mixture a training script has.
+    # About 1 KiB when pickled, with the types that a training script's config has.
     return {
         "model": {"name": "resnet50", "width": 64, "blocks": [3, 4, 6, 3], "dropout": 0.1},
         "optimizer": {"name": "adamw", "lr": 3e-4, "betas": (0.9, 0.999), "decay": None},
@@ -59,7 +59,7 @@ def _tally(rank: int, _shrink: int) -> Tally:
 
 
 def _step(rank: int, _shrink: int) -> dict[str, Any]:
-    # About 300 B when pickled: what a scheduler tells its workers to do next.
+    # About 300 B when pickled, as a scheduler sends to its workers for each step.
     return {
         "step": 4711 + rank,
         "requests": [f"request-{number}" for number in range(6)],
@@ -72,7 +72,7 @@ def _step(rank: int, _shrink: int) -> dict[str, Any]:
 
 
 def _tokens(nbytes: int) -> Callable[[int, int], list[int]]:
-    # Numbers such as token ids have; nearly all take three bytes of a pickle.
+    # Numbers like token ids; nearly all take three bytes in a pickle.
     def build(rank: int, shrink: int) -> list[int]:
         return [(7919 * at + rank) % 50_000 for at in range(nbytes // shrink // 3)]
 
@@ -113,7 +113,7 @@ def _tensor(nbytes: int) -> Callable[[int, int], torch.Tensor]:
 
 def _noise(nbytes: int) -> Callable[[int, int], bytes]:
     def build(rank: int, shrink: int) -> bytes:
-        return random.Random(rank).randbytes(nbytes // shrink)  # noqa: S311  # no secret
+        return random.Random(rank).randbytes(nbytes // shrink)  # noqa: S311  # not a secret
 
     return build
 
@@ -130,7 +130,7 @@ def _skewed(
 def _tensors(count: int, nbytes: int) -> Callable[[int, int], dict[str, torch.Tensor]]:
     def build(rank: int, shrink: int) -> dict[str, torch.Tensor]:
         numel = nbytes // count // shrink // 4
-        # Whole numbers, whose sums and means are the same in any order.
+        # Integers, whose sums and means are the same in any order.
         return {f"layer{at}": torch.full((numel,), float(at + rank)) for at in range(count)}
 
     return build
@@ -150,13 +150,13 @@ def _parameters(count: int, nbytes: int) -> Callable[[int, int], list[torch.Tens
 def _huge(_rank: int, shrink: int) -> bytes:
     if shrink > 1:
         return b"\x01" * (HUGE_NBYTES // shrink)
-    # A repeated block of odd content; two halves, because randbytes() stops at 2**31 bits.
-    block = random.Random(0).randbytes(MIB)  # noqa: S311  # no secret
+    # A repeated random block, because randbytes() is limited to 2**31 bits.
+    block = random.Random(0).randbytes(MIB)  # noqa: S311  # not a secret
     return block * (HUGE_NBYTES // MIB) + block[: HUGE_NBYTES % MIB]
 
 
 def _view(_rank: int, shrink: int) -> torch.Tensor:
-    # zeros() maps pages that nothing has touched: a gigabyte to view costs no memory here.
+    # zeros() maps pages that nothing has touched, so viewing a gigabyte costs no memory.
     whole = torch.zeros(VIEWED_NBYTES // shrink // 4)
     whole[5] = 3.5
     return whole[5:6]
@@ -170,7 +170,7 @@ _MEDIUM_KINDS: dict[str, Callable[[int], Callable[[int, int], Any]]] = {
     " dict of 8 arrays": _columns,
 }
 
-#: What a name builds: ``build(rank, shrink)``; a smoke run shrinks the large ones.
+#: Functions ``build(rank, shrink)`` by payload name; a smoke run shrinks large payloads.
 PAYLOADS: dict[str, Callable[[int, int], Any]] = {
     "nothing": lambda _rank, _shrink: None,
     "config dict, 1 KiB": _config,
@@ -198,7 +198,7 @@ PAYLOADS: dict[str, Callable[[int, int], Any]] = {
     },
 }
 
-#: Where a message no longer fits beside its header, and is not yet all memory's speed.
+#: Sizes too large to fit beside the header, and too small to be limited by memory speed alone.
 MEDIUM = tuple(f"{size}{of}" for of in _MEDIUM_KINDS for size in _MEDIUM_SIZES)
 
 
@@ -209,7 +209,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and np.array_equal(one, other)
     if isinstance(one, torch.Tensor):
-        # Some libraries leave tensors on the sender's device.
+        # Some libraries place received tensors on the sender's device.
         return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)

@@ -1,8 +1,8 @@
-"""The libraries compared, each behind one signature.
+"""The compared libraries, all with the same methods.
 
-Every method is a whole operation as a user would write it with that library; what the library
-lacks is composed from what it has. Ranks are those of the world. mpi4py is imported only where
-its peer is made, because importing it starts MPI.
+Every method is a whole operation as a user would write it with that library; operations that the
+library lacks are composed from others. Ranks are those of the world. mpi4py is imported only when
+its peer is created, because the import starts MPI.
 """
 
 import functools
@@ -23,89 +23,89 @@ from objcomm.compat import torch as dist_objects
 
 Merge = Callable[[Any, Any], Any]
 
-# What torch's object collectives call; there is no public way to serialise without sending.
+# Called by torch's object collectives; there is no public way to serialize without sending.
 _to_tensor: Callable[..., tuple[torch.Tensor, torch.Tensor]] = distributed_c10d._object_to_tensor  # noqa: SLF001
 _from_tensor: Callable[..., Any] = distributed_c10d._tensor_to_object  # noqa: SLF001
 
 
 class Peer(Protocol):
-    """What a case may ask of a library; see the module's docstring."""
+    """The operations that a case may use; see the module's docstring."""
 
     rank: int
     world: int
-    sends_objects: bool  # False where only as many raw bytes travel
+    sends_objects: bool  # False if only the same number of raw bytes is sent
 
     def prepare(self, mine: Any) -> Any:
-        """This rank's payload as the peer takes it, made once and outside the measurement."""
+        """Convert this rank's payload for the peer, once and outside the measurement."""
 
     def broadcast(self, obj: Any) -> Any:
-        """Rank 0's object on every rank."""
+        """Return rank 0's object on every rank."""
 
     def gather(self, obj: Any) -> Any:
-        """Every rank's object on rank 0."""
+        """Return every rank's object on rank 0."""
 
     def all_gather(self, obj: Any) -> Any:
-        """Every rank's object on every rank."""
+        """Return every rank's object on every rank."""
 
     def scatter(self, obj: Any) -> Any:
-        """One of rank 0's objects on each rank; here they are all the same one."""
+        """Return one of rank 0's objects on each rank; here all are the same object."""
 
     def all_reduce(self, obj: Any, merge: Merge) -> Any:
-        """All objects merged in rank order, on every rank."""
+        """Return all objects merged in rank order, on every rank."""
 
     def all_to_all(self, obj: Any) -> Any:
-        """One of every rank's objects on each rank; here they are all the same one."""
+        """Return one object from every rank on each rank; here all of a rank's are the same."""
 
     def scan(self, obj: Any, merge: Merge) -> Any:
-        """The objects of all ranks up to this one, merged in rank order."""
+        """Return the objects of all ranks up to this one, merged in rank order."""
 
     def reduce_scatter(self, obj: Any, merge: Merge) -> Any:
-        """What every rank has for this one, merged in rank order; here always the same."""
+        """Return every rank's object for this rank, merged in rank order."""
 
     def gather_scalar(self, value: Any) -> Any:
-        """One number per rank on rank 0."""
+        """Return one number per rank on rank 0."""
 
     def reduce_and_broadcast(self, produce: Callable[[], Any], combine: Callable[..., Any]) -> Any:
-        """``combine`` of all that ``produce`` gave, computed once and given to every rank."""
+        """Apply ``combine`` once to the results of ``produce``, and return that on every rank."""
 
     def run_on_main(self, produce: Callable[[], Any]) -> Any:
-        """What ``produce`` gives on rank 0, on every rank."""
+        """Return the result of ``produce`` on rank 0, on every rank."""
 
     def begin_broadcast(self, obj: Any) -> Callable[[], object]:
-        """Begin to share rank 0's object; what it returns waits for it."""
+        """Start to broadcast rank 0's object; return a function that waits for it."""
 
     def all_gather_in_flight(self, obj: Any) -> Any:
-        """``all_gather``, begun and then waited for."""
+        """Start ``all_gather`` asynchronously, and wait for it."""
 
     def there_and_back(self, obj: Any) -> Any:
-        """Send rank 0's object to rank 1, which sends it back, as messages of two ranks."""
+        """Send rank 0's object to rank 1, which sends it back, as point-to-point messages."""
 
     def requests(self, objs: Any) -> Any:
-        """Two ranks' objects, a message each: receives begun, then sends, then waited for.
+        """Exchange two ranks' objects, one message each: start receives, then sends, then wait.
 
-        Where a peer can't begin them: sent and received one by one.
+        A peer without asynchronous messages sends and receives them one by one.
         """
 
     def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
-        """``all_reduce`` with an operator that costs more than a message."""
+        """Do ``all_reduce`` with an operator that costs more than a message."""
 
     def sum_tensors(self, tensors: Any) -> Any:
-        """A dict of tensors, added up over the ranks."""
+        """Add up a dict of tensors over the ranks."""
 
     def average_gradients(self, parameters: Any) -> Any:
-        """The gradients of a list of parameters, averaged in place."""
+        """Average the gradients of a list of parameters in place."""
 
     def barrier(self) -> None:
-        """Return when every rank has called."""
+        """Return when every rank has called this."""
 
     def first_barrier(self) -> None:
-        """``barrier``, with connections that are made for it."""
+        """Do ``barrier``, including the connections that it needs."""
 
     def round_trip(self, obj: Any) -> Any:
-        """Serialise and back, in one process."""
+        """Serialize and deserialize, in one process."""
 
     def in_library(self, call: Callable[[], object]) -> object:
-        """A library's own call, whose object collectives are this peer's meanwhile."""
+        """Run a library's own call with this peer's object collectives."""
 
 
 class _Objcomm:
@@ -188,7 +188,7 @@ class _Objcomm:
         objcomm.barrier()
 
     def first_barrier(self) -> None:
-        self.barrier()  # the first call of all connects
+        self.barrier()  # the first call connects
 
     def round_trip(self, obj: Any) -> Any:
         return objcomm.from_tensor(objcomm.to_tensor(obj, codec=self._codec))
@@ -198,7 +198,7 @@ class _Objcomm:
 
 
 class _Guarded(_Objcomm):
-    """This package with options of ``objcomm.configure`` in force during each call."""
+    """This package with options of ``objcomm.configure`` set during each call."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(options.get("codec"))
@@ -218,7 +218,7 @@ class _Guarded(_Objcomm):
 
 
 class _InTurn(_Objcomm):
-    """This package, one call after another: nothing is in flight while something else is done."""
+    """This package with synchronous calls only, one after another."""
 
     def all_gather_in_flight(self, obj: Any) -> Any:
         return self.all_gather(obj)
@@ -240,7 +240,7 @@ class _Idle(_Objcomm):
 
 
 class _Gathered(_Objcomm):
-    """This package's ``all_gather`` of the same objects: the unit for ``scan``."""
+    """This package with ``all_gather`` in place of ``scan``, as the unit for ``scan``."""
 
     sends_objects = False  # nothing is merged
 
@@ -250,7 +250,7 @@ class _Gathered(_Objcomm):
 
 
 class _Joined(_Objcomm):
-    """This package, with all gradients in one tensor."""
+    """This package with all gradients in one tensor."""
 
     sends_objects = False
 
@@ -261,7 +261,7 @@ class _Joined(_Objcomm):
 
 
 class _Torch:
-    """The object collectives of ``torch.distributed``, or what has its names and signatures."""
+    """The object collectives of ``torch.distributed``, or of a module with the same functions."""
 
     sends_objects = True
 
@@ -339,7 +339,7 @@ class _Torch:
         return self.broadcast(combine(parts) if self.rank == 0 else None)
 
     def run_on_main(self, produce: Callable[[], Any]) -> Any:
-        # SpeechBrain's way: the result is shared, then all ranks meet.
+        # As in SpeechBrain: a broadcast of the result, then a barrier.
         result = self.broadcast(produce() if self.rank == 0 else None)
         dist.barrier()
         return result
@@ -351,7 +351,7 @@ class _Torch:
         return dict(zip(tensors, flat.split(sizes), strict=True))
 
     def average_gradients(self, parameters: Any) -> Any:
-        # As flashy's sync_gradients does it: a collective for each.
+        # As in flashy's sync_gradients: one collective for each gradient.
         works = [dist.all_reduce(each.grad, async_op=True) for each in parameters]
         for each, work in zip(parameters, works, strict=True):
             work.wait()
@@ -373,7 +373,7 @@ class _Torch:
 
 
 class _Patched(_Torch):
-    """The same names of ``objcomm.compat.torch``, in torch's places while a library runs."""
+    """The functions of ``objcomm.compat.torch``, which replace torch's while a library runs."""
 
     def __init__(self) -> None:
         super().__init__(dist_objects)
@@ -386,8 +386,8 @@ class _Patched(_Torch):
 class _Raw:
     """The tensor collectives of ``torch.distributed``, moving as many bytes as the object has.
 
-    Shapes must be equal on all ranks and known beforehand, so uneven payloads are padded to the
-    largest. Receives into memory allocated in the call, or with ``warm`` into the same each time.
+    Shapes must be the same on all ranks and known beforehand, so uneven payloads are padded to the
+    largest. Receives into memory allocated in the call, or with ``warm`` always into the same.
     """
 
     sends_objects = False
@@ -424,7 +424,7 @@ class _Raw:
         return box
 
     def all_reduce(self, obj: torch.Tensor, merge: Merge) -> torch.Tensor:
-        del merge  # a tensor collective sums
+        del merge  # a tensor collective can only sum
         summed = obj.clone()
         dist.all_reduce(summed)
         return summed
@@ -509,7 +509,7 @@ class _Raw:
 
 
 class _OneBuffer(_Raw):
-    """The tensor collectives of ``torch.distributed``, in place on one tensor of all numbers."""
+    """The tensor collectives of ``torch.distributed``, in place on one tensor with all numbers."""
 
     def prepare(self, mine: Any) -> torch.Tensor:
         return _joined(mine.values() if isinstance(mine, dict) else [each.grad for each in mine])
@@ -612,7 +612,7 @@ class _Mpi4py:
 
 
 class _Ring:
-    """A ring in shared memory, which rank 0 writes: it broadcasts and does nothing else."""
+    """A ring in shared memory, written by rank 0; it supports only broadcasts."""
 
     sends_objects = True
 
@@ -626,11 +626,11 @@ class _Ring:
             box = [""]
             dist.broadcast_object_list(box, src=0)
             block = SharedMemory(box[0])
-            # Or Python would remove the block a second time when this process ends.
+            # Otherwise Python would remove the block a second time when this process ends.
             resource_tracker.unregister(f"/{block.name}", "shared_memory")
         dist.barrier()
         if self.rank == 0:
-            block.unlink()  # lives on in those that have it open, and ends with them
+            block.unlink()  # stays usable in processes that have it open, until they end
         self._ring = Ring(block, readers)
 
     def prepare(self, mine: Any) -> Any:
@@ -643,7 +643,7 @@ class _Ring:
         return self._ring.read(self.rank - 1)
 
 
-#: Makers of the peers, by the name that cases and reports use.
+#: Functions that create the peers, by the names that cases and reports use.
 PEERS: dict[str, Callable[[], Peer]] = {
     "objcomm": _Objcomm,
     "objcomm msgpack": lambda: _Objcomm("msgpack"),
@@ -652,7 +652,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "objcomm all_gather": _Gathered,
     "objcomm check": lambda: _Guarded(check=True),
     "objcomm in turn": _InTurn,
-    "objcomm over Gloo": lambda: _Guarded(transport="gloo"),  # in processes of its own
+    "objcomm over Gloo": lambda: _Guarded(transport="gloo"),  # in separate processes
     "objcomm idle": _Idle,
     "objcomm joined": _Joined,
     "torch": _Torch,
@@ -667,7 +667,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
 
 
 def needs_mpi(peer: str) -> bool:
-    """Whether a peer can be made only in processes that ``mpiexec`` started."""
+    """Whether a peer can be created only in processes that ``mpiexec`` started."""
     return peer.startswith("mpi4py")
 
 
@@ -676,7 +676,7 @@ def _joined(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _flat_bytes(obj: Any) -> torch.Tensor:
-    # The bytes a tensor program would send for it: its numbers, or else its pickle.
+    # The bytes that a program with tensors would send: the numbers, or else the pickle.
     if isinstance(obj, dict) and set(obj) == {"w"}:
         return _flat_bytes(obj["w"])
     if isinstance(obj, torch.Tensor):

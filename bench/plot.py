@@ -1,7 +1,7 @@
-"""The pictures: how many times as fast as torch objcomm is, at the world that is judged.
+"""Draw how many times as fast as torch objcomm is, at the judged world size.
 
-SVG, written here: text keeps the size that it was given, so a telephone can show it. A reader's
-font may be wider than another's, so each text has room for the widest that are common.
+The SVG is written by hand so that its text keeps its size and is legible on a phone. Fonts differ
+in width, so each text has space for the widest common ones.
 """
 
 import math
@@ -15,7 +15,7 @@ from bench.results import OURS, Results
 
 _BASELINE = "torch"
 
-#: What the home page shows: small and large, and where objcomm is slower.
+#: The cases on the home page: small and large ones, and those in which objcomm is slower.
 _HEADLINE = (
     "broadcast: config dict, 1 KiB",
     'broadcast: {"w": 128 MiB ndarray}',
@@ -30,20 +30,20 @@ _HEADLINE = (
     "barrier: nothing",
 )
 
-# In units of the picture, which is as wide as a telephone's page, nearly.
+# In units of the picture, which is nearly as wide as a page on a phone.
 _WIDTH = 420
 _MARGIN = 10
 _HEAD = 50
 _ROW = 40
 _FOOT = 48
-_FIGURES = 56  # room for them, behind the longest bar
-# Where the longest bar is that many times as long as torch's, the axis is logarithmic.
+_FIGURES = 56  # space for the figure after the longest bar
+# If the longest bar would exceed this multiple of torch's, the axis is logarithmic.
 _LINEAR_MAX = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Colours:
-    """Of a picture, for one kind of page."""
+    """The colors of a picture for one color scheme."""
 
     text: str
     faint: str
@@ -58,9 +58,9 @@ PALETTES = {
 
 
 def shares(results: Results) -> dict[str, float]:
-    """Per case, our median over that of torch's object collective; the smallest first.
+    """Return for each case our median divided by torch's, the smallest first.
 
-    Without the cases of several payloads: they make a table, and too many bars.
+    Cases of several payloads are left out: they have a table, and would be too many bars.
     """
     listed = {
         (each.operation, payload)
@@ -81,7 +81,7 @@ def draw(results: Results, folder: Path) -> bool:
     """Write ``benchmarks-*.svg`` and ``headline-*.svg``, each for light and for dark pages.
 
     Returns:
-        False, and no file, where there is nothing to compare.
+        Whether the files were written; False if there is nothing to compare.
     """
     bars = shares(results)
     if not bars:
@@ -137,7 +137,7 @@ def _picture(bars: Mapping[str, float], colours: Colours) -> Iterator[str]:
 def _axis(
     speeds: Collection[float],
 ) -> tuple[float, Callable[[float], float], Sequence[float]]:
-    """The speed at which bars begin, where on the picture a speed is, and those that are marked."""
+    """Return the speed at which bars start, the x coordinate of a speed, and the tick marks."""
     width = _WIDTH - 2 * _MARGIN - _FIGURES
     most = max(speeds)
     if most <= _LINEAR_MAX:
@@ -169,8 +169,8 @@ def _bar(name: str, speed: float, y: int, ends: Sequence[float], colours: Colour
 
 
 def figure(speed: float) -> str:
-    """A speed as a picture shows it, such as ``11 ×`` or ``2.4 ×``."""
-    digits = 0 if speed >= 10 else 1 if speed >= 2 else 2  # noqa: PLR2004  # three are too many
+    """Format a speed for a picture, such as ``11 ×`` or ``2.4 ×``."""
+    digits = 0 if speed >= 10 else 1 if speed >= 2 else 2  # noqa: PLR2004  # at most three digits
     return f"{speed:.{digits}f} ×"
 
 

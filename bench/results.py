@@ -1,6 +1,6 @@
-"""Figures beside the targets that the suites declare for them.
+"""Compare figures with the targets that the suites declare for them.
 
-Knows nothing of how the figures were taken or of how they are shown.
+Does not know how the figures were measured or how they are shown.
 """
 
 import json
@@ -13,15 +13,15 @@ from bench.case import CASES, SECONDS, Case, Target
 from bench.measure import Record
 
 OURS = "objcomm"
-#: What is contested: objcomm, and where a case does not have it, objcomm by torch's names.
+#: The forms of objcomm to compare with peers; a case has one of them.
 _FORMS = (OURS, "objcomm.compat")
-#: Metrics of which less is better, so that a peer with less beats us.
+#: Metrics in which a peer with a smaller figure is better than objcomm.
 _CONTESTED = (SECONDS, "root peak_nbytes")
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What became of one target."""
+    """The result for one target."""
 
     record: Record
     target: Target
@@ -35,14 +35,14 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A figure of ours that a peer's betters."""
+    """A figure in which a peer is better than objcomm."""
 
     ours: Record
     theirs: Record
 
     @property
     def ratio(self) -> float:
-        """How many times the peer's figure ours is."""
+        """Our figure divided by the peer's."""
         return self.ours.median / self.theirs.median
 
 
@@ -55,10 +55,10 @@ class Results:
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> "Results":
-        """Sort the rows of one or more runs; of two figures of one thing the later counts.
+        """Collect the rows of one or more runs; a later figure replaces an earlier one.
 
         Raises:
-            ValueError: the rows come from different machines or versions, or from none.
+            ValueError: the rows are from different machines or versions, or do not name any.
         """
         abouts, records = [], []
         for row in rows:
@@ -72,29 +72,29 @@ class Results:
 
     @classmethod
     def load(cls, files: Iterable[Path]) -> "Results":
-        """Read what ``--json`` wrote."""
+        """Read the output of ``--json``."""
         lines = [line for file in files for line in file.read_text().splitlines()]
         return cls.of(map(json.loads, lines))
 
     def __iter__(self) -> Iterator[Record]:
-        """All figures, in the order in which they were taken."""
+        """Iterate over all figures in the order in which they were measured."""
         return iter(self._records.values())
 
     @property
     def is_smoke(self) -> bool:
-        """Whether some figures come from shrunken payloads, so that none may be judged."""
+        """Whether some figures are from a smoke run, so that none may be judged."""
         return any(record.smoke for record in self)
 
     def find(self, record: Record, peer: str) -> Record | None:
-        """The same figure of another peer."""
+        """Return the same figure of another peer, if there is one."""
         return self._records.get((*_key(record)[:-1], peer))
 
     def judgements(self) -> list[Judgement]:
-        """Every declared target that these figures can answer; none for a smoke run."""
+        """Judge every declared target for which there are figures; none for a smoke run."""
         return [] if self.is_smoke else [found for case in CASES for found in self._judge(case)]
 
     def losses(self) -> list[Loss]:
-        """Every contested figure of ours that a peer betters, the worst first; none for smoke."""
+        """Return figures in which a peer is better, the worst first; none for a smoke run."""
         losses = [
             Loss(ours, theirs)
             for theirs in (() if self.is_smoke else self)

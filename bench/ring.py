@@ -1,11 +1,11 @@
-"""A ring of chunks in shared memory: how inference engines hand a step to their workers.
+"""A ring of chunks in shared memory, with which inference engines send steps to their workers.
 
-Written from a description of vLLM's. One process writes and N read, all on one host. There is no
-lock: each chunk has one flag that says whether it is written, and one for each reader that says
-whether this reader has read it. A rank that has to wait spins.
+Written from a description of vLLM's. One process writes and N processes read, all on one host.
+There is no lock: each chunk has one flag that says whether it is written, and one flag for each
+reader that says whether that reader has read it. A rank that must wait spins.
 
-The order of the stores is what makes this correct. x86 keeps it, as seen by other processors; a
-processor that does not, such as Arm, would need a fence before each flag is set.
+Correctness depends on the order of the stores. On x86 other processors see them in order; on a
+processor with weaker ordering, such as Arm, a fence would be needed before each flag is set.
 """
 
 import os
@@ -18,26 +18,26 @@ from typing import Any
 
 CHUNKS = 10
 CHUNK_NBYTES = 10 << 20
-#: How long one spins, giving way to other processes, before one sleeps between two looks.
+#: How long a waiting process spins, yielding to others, before it sleeps between two checks.
 SPIN_SECONDS = 10.0
 NAP_SECONDS = 0.1
-_SIZE = struct.Struct("<Q")  # of the pickle, at the start of a chunk
+_SIZE = struct.Struct("<Q")  # the size of the pickle, at the start of a chunk
 
 
 def block_nbytes(readers: int, chunks: int = CHUNKS, chunk_nbytes: int = CHUNK_NBYTES) -> int:
-    """How much memory a ring needs; what no object touches stays unused."""
+    """Return the size of a ring; parts that no object touches use no memory."""
     return chunks * (1 + readers + chunk_nbytes)
 
 
 class Ring:
-    """One process's place at a ring: it either writes all objects or reads all of them.
+    """One process's access to a ring: it either writes all objects or reads all of them.
 
     Args:
-        block: the memory, of ``block_nbytes``, zeroed before the first use; all the same one.
-        readers: how many read.
+        block: the shared memory of ``block_nbytes``, zeroed before the first use.
+        readers: number of readers.
         chunks: how many objects the writer may be ahead of the slowest reader.
-        chunk_nbytes: room for one object and its size.
-        spin_seconds: after so long a wait one sleeps between two looks.
+        chunk_nbytes: the space for one object and its size.
+        spin_seconds: how long to spin before sleeping between two checks.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class Ring:
         self._at = 0  # the next chunk to write or to read
 
     def write(self, obj: Any) -> None:
-        """Give an object to all readers, once each has read what the chunk held before.
+        """Write an object for all readers, after all have read the chunk's previous object.
 
         Raises:
-            ValueError: the pickled object does not fit a chunk. An engine sends it through a
-                socket instead; here nothing is written.
+            ValueError: the pickled object does not fit into a chunk. An engine would send it
+                through a socket; here nothing is written.
         """
         pickled = pickle.dumps(obj, protocol=5)
         room = self._chunk_nbytes - _SIZE.size
@@ -71,7 +71,7 @@ class Ring:
         memory, (written, start) = self._memory, self._next_chunk()
         read = slice(written + 1, written + 1 + len(self._all_read))
         self._wait(lambda: not memory[written] or memory[read] == self._all_read)
-        memory[written] = 0  # first, or a reader would take the old object for a new one
+        memory[written] = 0  # first, or a reader would read the old object again
         memory[read] = self._none_read
         _SIZE.pack_into(memory, start, len(pickled))
         start += _SIZE.size
@@ -79,18 +79,18 @@ class Ring:
         memory[written] = 1
 
     def read(self, reader: int) -> Any:
-        """The next object; ``reader`` says which of the readers this is, from 0."""
+        """Return the next object; ``reader`` is the index of this reader, from 0."""
         memory, (written, start) = self._memory, self._next_chunk()
         mine = written + 1 + reader
         self._wait(lambda: bool(memory[written]) and not memory[mine])
         (nbytes,) = _SIZE.unpack_from(memory, start)
         start += _SIZE.size
-        obj = pickle.loads(memory[start : start + nbytes])  # noqa: S301  # a benchmark's own
+        obj = pickle.loads(memory[start : start + nbytes])  # noqa: S301  # the benchmark's own
         memory[mine] = 1
         return obj
 
     def _next_chunk(self) -> tuple[int, int]:
-        """Where the chunk's flags begin, and where its contents do."""
+        """Return the offsets of the next chunk's flags and contents."""
         at, self._at = self._at, (self._at + 1) % self._chunks
         flags = 1 + len(self._all_read)
         return at * flags, self._chunks * flags + at * self._chunk_nbytes

@@ -1,8 +1,8 @@
-"""Import time, measured in fresh interpreters that alternate.
+"""Measure import time in new interpreters that alternate.
 
-Knows nothing of ranks: one interpreter imports torch, the next torch and then all of objcomm. Both
-find compiled bytecode, as an installed package has it, whatever the environment of the benchmark
-says: under PYTHONDONTWRITEBYTECODE most of the time would be the compiler's.
+Does not know about ranks: one interpreter imports torch, the next one torch and then all of
+objcomm. Both find compiled bytecode, as in an installed package. If the environment sets
+PYTHONDONTWRITEBYTECODE, it is ignored, because most of the time would be compilation.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 
 _TORCH = "torch"
 _ADDED = "objcomm"
-_ALL_OF_IT = "objcomm._public"  # the package alone imports nothing before a name is used
+_ALL_OF_IT = "objcomm._public"  # the package itself imports nothing until a name is used
 _TOGETHER = "torch, then objcomm"
 _PROGRAM = """
 import json, sys, time
@@ -26,7 +26,7 @@ print(json.dumps(taken))
 
 
 def import_seconds(samples: int) -> dict[str, list[float]]:
-    """Seconds to import torch alone, objcomm once torch is there, and the two together."""
+    """Return the seconds to import torch alone, objcomm after torch, and both together."""
     taken: dict[str, list[float]] = {_TORCH: [], _ADDED: [], _TOGETHER: []}
     _imports(_TORCH, _ALL_OF_IT)  # compiles their bytecode and fills the page cache
     for _ in range(samples):
@@ -40,7 +40,7 @@ def import_seconds(samples: int) -> dict[str, list[float]]:
 def _imports(*modules: str) -> list[float]:
     command = [sys.executable, "-c", _PROGRAM, *modules]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
-    printed = subprocess.run(  # noqa: S603  # this very interpreter
+    printed = subprocess.run(  # noqa: S603  # this interpreter
         command, check=True, capture_output=True, text=True, env=environment
     ).stdout
     return [float(seconds) for seconds in json.loads(printed)]

@@ -1,7 +1,7 @@
-"""One rank: joins the others, measures what the plan says, and rank 0 writes the rows.
+"""One rank: join the others, measure what the plan says, and write the rows on rank 0.
 
-Run as ``python -m bench.worker PLAN`` by ``bench.launch``, never by hand. With many ranks it is the
-process that forks them.
+``bench.launch`` runs this as ``python -m bench.worker PLAN``; do not run it by hand. With many
+ranks, this process forks them.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ from bench.peers import PEERS, Peer
 
 _SMOKE_SHRINK = 64
 _SMOKE_SAMPLES = 3
-_SMOKE_PAYLOADS = 2  # of a case that has many
+_SMOKE_PAYLOADS = 2  # at most, of each case
 _TIMEOUT = timedelta(seconds=120)
-_LAST_WORDS_SECONDS = 10  # before it is ended, a rank that hangs shows where it is
+_LAST_WORDS_SECONDS = 10  # how long before the deadline a rank that hangs prints its stack
 
 
 def main(plan_file: Path) -> None:
-    """Be the ranks that the plan wants of this process."""
+    """Run the rank or ranks that the plan assigns to this process."""
     fields = json.loads(plan_file.read_text())
     single = fields.pop("single")
     plan = Plan(**fields, single=tuple(single) if single else None)
@@ -59,13 +59,13 @@ def _be_a_rank(plan: Plan, rows_file: Path, rank: int, store: dist.Store | None 
     if plan.mpi:
         from mpi4py import MPI  # noqa: PLC0415  # as in ``_join``
 
-        # Ranks wait for each other in it. By itself it runs when the interpreter has ended, and a
-        # thread that comes back from C++ after that aborts the process.
+        # Ranks wait for each other in this call. Otherwise it would run after the interpreter has
+        # finalized, and a thread that returns from C++ after that aborts the process.
         MPI.Finalize()
 
 
 def _join(plan: Plan, meeting: Path, rank: int, store: dist.Store | None) -> None:
-    # Some MPI launchers pin each rank to a core, and its Gloo threads with it.
+    # Undoes pinning: some MPI launchers pin each rank, with its Gloo threads, to one core.
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     torch.set_num_threads(1)
@@ -112,7 +112,7 @@ def _time_case(
 
 
 def _check_agreement(calls: dict[str, Callable[[], object]], peers: dict[str, Peer]) -> None:
-    """Call every peer once; those that send objects must all give the same."""
+    """Call every peer once, and check that all peers that send objects return the same result."""
     expected: list[Any] = []
     for name, call in calls.items():
         result = call()
@@ -144,7 +144,7 @@ def _in_own_processes(plan: Plan, ruler: measure.Ruler) -> Iterator[dict[str, fl
         }
         return
     small = PAYLOADS["small dict"](peer.rank, 1)
-    case.bind(peer, peer.prepare(small))()  # connects, imports, allocates what stays
+    case.bind(peer, peer.prepare(small))()  # for connections, imports and permanent allocations
     mine = PAYLOADS[payload](peer.rank, _shrink(plan))
     call = case.bind(peer, peer.prepare(mine))
     ruler.start_together()

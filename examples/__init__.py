@@ -1,1 +1,1 @@
-"""Programs to start from; ``docs/examples.md`` lists them. Each runs by torchrun, and alone."""
+"""Programs to start from; ``docs/examples.md`` lists them. Each runs under torchrun or alone."""

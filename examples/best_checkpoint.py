@@ -1,7 +1,7 @@
-"""Try settings on all ranks, save the best model where it is, load it everywhere.
+"""Try settings on all ranks, save the best model on the rank that has it, and load it everywhere.
 
-`argmax` gives the best score and the rank that has it. That rank alone writes the file; if its disk
-is full, every rank hears of it.
+`argmax` returns the best score and its rank. Only that rank writes the file; if this fails, for
+example because the disk is full, every rank raises the error.
 
     torchrun --nproc-per-node 4 examples/best_checkpoint.py
     python examples/best_checkpoint.py
@@ -22,7 +22,7 @@ RATES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # some ranks try one more than o
 
 
 def trained(rate: float, images: torch.Tensor, labels: torch.Tensor) -> nn.Module:
-    """A model after fifty steps at a learning rate."""
+    """Train a model for fifty steps with a learning rate."""
     torch.manual_seed(0)
     model = nn.Linear(64, 10, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
@@ -35,12 +35,12 @@ def trained(rate: float, images: torch.Tensor, labels: torch.Tensor) -> nn.Modul
 
 @torch.inference_mode()
 def score(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """The mean log-likelihood; higher is better."""
+    """Return the mean log-likelihood; higher is better."""
     return -nn.functional.cross_entropy(model(images), labels).item()
 
 
 def main() -> None:
-    """Search, save, load, and check that all ranks have the best model."""
+    """Find the best rate, save and load its model, and check that all ranks have it."""
     pixels, digits = load_digits(return_X_y=True)
     images, labels = torch.tensor(pixels / 16), torch.tensor(digits)
 
@@ -53,7 +53,7 @@ def main() -> None:
             mine, my_rate, my_score = model, rate, reached
     best = objcomm.all_reduce(my_score, "argmax")
 
-    folder = Path(objcomm.run_on_main(tempfile.mkdtemp))  # one that all ranks can read
+    folder = Path(objcomm.run_on_main(tempfile.mkdtemp))  # must be readable by all ranks
 
     def save() -> Path:
         path = folder / "best.pt"
@@ -64,7 +64,7 @@ def main() -> None:
     model = nn.Linear(64, 10, dtype=torch.float64)
     model.load_state_dict(checkpoint["weights"])
     assert score(model, images[TRAINED:], labels[TRAINED:]) == best.value
-    objcomm.barrier("all have loaded it")  # the main rank would not wait before it removes
+    objcomm.barrier("all have loaded it")  # only then may rank 0 remove it
     if objcomm.is_main():
         shutil.rmtree(folder)
         print(f"all ranks have the model of rate {checkpoint['rate']}, score {best.value:.6f}")

@@ -1,7 +1,7 @@
 """Train with DistributedDataParallel, then evaluate every image exactly once, in order.
 
-torch's DistributedSampler deals some images twice, so that all ranks take equally many steps. Here
-each is dealt once, so shards differ in length, and so does what the ranks gather.
+torch's DistributedSampler repeats some images so that all ranks take the same number of steps. Here
+no image is repeated, so shards differ in length, and so do the objects that are gathered.
 
     torchrun --nproc-per-node 4 examples/ddp_evaluation.py
     python examples/ddp_evaluation.py
@@ -14,11 +14,11 @@ from torch.utils.data import TensorDataset
 
 import objcomm
 
-TRAINED, BATCH_SIZE = 1200, 24  # images; of all ranks together
+TRAINED, BATCH_SIZE = 1200, 24  # images on all ranks together
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
-    """Digits to train on, and digits to evaluate on."""
+    """Return the training set and the test set."""
     pixels, digits = load_digits(return_X_y=True)
     images, labels = torch.tensor(pixels / 16), torch.tensor(digits)
     training = TensorDataset(images[:TRAINED], labels[:TRAINED])
@@ -26,7 +26,7 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
 
 def train(dataset: TensorDataset) -> nn.Module:
-    """One model, trained by all ranks, without its wrapper."""
+    """Train one model on all ranks, and return it without its wrapper."""
     torch.manual_seed(0)
     model = nn.Linear(64, 10, dtype=torch.float64)
     parallel = objcomm.models.wrap(model)  # DistributedDataParallel, on CPUs too
@@ -43,10 +43,10 @@ def train(dataset: TensorDataset) -> nn.Module:
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, dataset: TensorDataset) -> tuple[torch.Tensor | None, float]:
-    """Each image's answer, in the data set's order, on the main rank; the mean loss on all."""
+    """Return all predictions in dataset order on rank 0, and the mean loss on every rank."""
     loader = objcomm.loader(dataset, batch_size=64)
     answers, loss = [], 0.0
-    for images, labels in loader:  # some take a step more: no collective, nor DDP's forward
+    for images, labels in loader:  # ranks may differ in steps: no collectives, no DDP forward
         scores = model(images)
         loss += nn.functional.cross_entropy(scores, labels, reduction="sum").item()
         answers.append(scores.argmax(dim=1))
@@ -62,7 +62,7 @@ def evaluate(model: nn.Module, dataset: TensorDataset) -> tuple[torch.Tensor | N
 
 
 def main() -> None:
-    """Train, evaluate, and compare with one process that evaluates everything."""
+    """Train, evaluate, and compare with an evaluation of everything in one process."""
     training, test = load()
     model = train(training)
     answers, loss = evaluate(model, test)

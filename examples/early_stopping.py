@@ -1,8 +1,8 @@
-"""Stop on all ranks as soon as one rank has seen enough.
+"""Stop training on all ranks as soon as one rank wants to stop.
 
-Each rank watches its own validation sets, here one for each digit. Before each epoch all ask
-whether any rank wants to stop. A rank that left the loop by itself would leave the others waiting
-for its gradients.
+Each rank watches its own validation sets, here one for each digit. Before each epoch the ranks
+check whether any of them wants to stop. If a rank left the loop alone, the others would wait for
+its gradients.
 
     torchrun --nproc-per-node 4 examples/early_stopping.py
     python examples/early_stopping.py
@@ -19,7 +19,7 @@ PATIENCE = 10  # epochs without a better loss
 
 
 class Watch:
-    """One validation set, and how long its loss has not become better."""
+    """A validation set, and the number of epochs since its loss improved."""
 
     def __init__(self, name: str, images: torch.Tensor, labels: torch.Tensor) -> None:
         self.name = name
@@ -30,7 +30,7 @@ class Watch:
 
     @torch.inference_mode()
     def is_over(self, model: nn.Module) -> bool:
-        """Look at the model after an epoch."""
+        """Evaluate the model after an epoch; return whether to stop."""
         loss = nn.functional.cross_entropy(model(self.images), self.labels).item()
         self.waited = 0 if loss < self.best else self.waited + 1
         self.best = min(loss, self.best)
@@ -38,7 +38,7 @@ class Watch:
 
 
 def main() -> None:
-    """Train until a rank stops it; then all ranks say the same epoch and reasons."""
+    """Train until a rank wants to stop, and print the reasons."""
     pixels, digits = load_digits(return_X_y=True)
     images, labels = torch.tensor(pixels / 16), torch.tensor(digits)
     mine = slice(objcomm.rank(), TRAINED, objcomm.world_size())
@@ -61,7 +61,7 @@ def main() -> None:
         over = [watch.name for watch in watches if watch.is_over(model)]
         epochs += 1
 
-    epochs = objcomm.agree(epochs)  # raises if a rank had stopped elsewhere
+    epochs = objcomm.agree(epochs)  # raises if a rank has stopped at another epoch
     reasons = objcomm.all_reduce(over, "concat")
     if objcomm.is_main():
         print(f"stopped after {epochs} epochs by {', '.join(sorted(reasons))}")

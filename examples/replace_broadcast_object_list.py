@@ -1,7 +1,7 @@
-"""Replace torch's `broadcast_object_list` by `objcomm.broadcast`, and time both.
+"""Replace torch's `broadcast_object_list` with `objcomm.broadcast`, and time both.
 
-`before` is how a script shares an object today, `after` how it does with objcomm. Both must give
-every rank the same. Alone, torch's refuses to run; objcomm needs no other branch for that.
+`before` shares an object with torch, `after` with objcomm. Both must return the same object on
+every rank. Without a launcher, torch's function raises; objcomm's works without a special case.
 
     torchrun --nproc-per-node 4 examples/replace_broadcast_object_list.py
     python examples/replace_broadcast_object_list.py
@@ -21,19 +21,19 @@ Share = Callable[[Any], Any]
 
 
 def before(obj: Any) -> Any:
-    """Share rank 0's object by torch."""
+    """Share rank 0's object with torch."""
     box = [obj]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def after(obj: Any) -> Any:
-    """Share rank 0's object by objcomm."""
+    """Share rank 0's object with objcomm."""
     return objcomm.broadcast(obj, src=0)
 
 
 def milliseconds(share: Share, obj: Any, times: int) -> float:
-    """The median time that it takes until the slowest rank has the object."""
+    """Return the median time until the slowest rank has the object."""
     seconds = []
     for _ in range(times):
         objcomm.barrier()
@@ -44,13 +44,13 @@ def milliseconds(share: Share, obj: Any, times: int) -> float:
 
 
 def main() -> None:
-    """Time both on a small and on a large object."""
+    """Time both with a small and a large object."""
     payloads = {
         "settings": {"lr": 0.1, "layers": (64, 10), "names": [f"class {n}" for n in range(20)]},
         "32 MiB of weights": {"w": np.ones(2**22), "step": 100},
     }
     shares: dict[str, Share] = {"torch": before, "objcomm": after}
-    if not objcomm.is_initialized():  # torch's raises alone
+    if not objcomm.is_initialized():  # torch's function would raise
         del shares["torch"]
     for name, payload in payloads.items():
         mine = payload if objcomm.is_main() else None

@@ -1,7 +1,7 @@
-"""Rank 0 answers what the ranks ask, and a rank gives up on an answer that takes too long.
+"""Rank 0 answers requests of all ranks, and a rank gives up on an answer that takes too long.
 
-A rank asks one question at a time. Each answer has a tag of its own, so one that comes too late is
-not taken for the next one. Rank 0 asks, too, so the program also runs alone.
+A rank sends one request at a time. Each answer has its own tag, so a late answer is not mistaken
+for the next one. Rank 0 sends requests too, so the program also runs alone.
 
     torchrun --nproc-per-node 4 examples/request_reply_server.py
     python examples/request_reply_server.py
@@ -13,21 +13,21 @@ import itertools
 import objcomm
 
 SERVER = 0  # a rank
-REQUEST = 0  # a tag; answers have the tags from 1
+REQUEST = 0  # a tag; answers have tags from 1 up
 SETTINGS = {"lr": 0.1, "warmup": 500, "layers": (64, 10), "seed": 7}
-TAKES = {"lr": 0.0, "warmup": 3600.0, "layers": 0.01, "seed": 0.01}  # seconds, to find it out
-WAITS = {"lr": 60.0, "warmup": 0.2, "layers": 60.0, "seed": 60.0}  # seconds, before one gives up
+TAKES = {"lr": 0.0, "warmup": 3600.0, "layers": 0.01, "seed": 0.01}  # seconds, on the server
+WAITS = {"lr": 60.0, "warmup": 0.2, "layers": 60.0, "seed": 60.0}  # seconds, on the client
 
 
 async def answer(client: int, tag: int, name: str) -> None:
-    """Find out a setting and send it."""
+    """Look up a setting and send it."""
     await asyncio.sleep(TAKES[name])
-    # This need not wait for the client, which may have given up: an answer of up to 32 KiB is kept.
+    # Does not wait for the client, which may have given up: answers of up to 32 KiB are buffered.
     await objcomm.isend(SETTINGS[name], client, tag=tag)
 
 
 async def serve() -> None:
-    """Answer, each question in a task of its own, until all ranks have left."""
+    """Answer each request in a separate task until all ranks have left."""
     clients = set(range(objcomm.world_size()))
     answers: dict[int, asyncio.Task[None]] = {}
     async with asyncio.TaskGroup() as tasks:
@@ -36,7 +36,7 @@ async def serve() -> None:
             question = await request
             client = request.envelope.src
             if client in answers:
-                answers.pop(client).cancel()  # it no longer waits for that one
+                answers.pop(client).cancel()  # it no longer waits for the previous one
             if question is None:
                 clients.remove(client)
             else:
@@ -44,18 +44,18 @@ async def serve() -> None:
 
 
 async def ask(tag: int, name: str, seconds: float) -> object:
-    """Return the server's answer, or None if it takes longer."""
+    """Return the server's answer, or None if it takes longer than `seconds`."""
     reply = objcomm.irecv(SERVER, tag=tag)
     await objcomm.isend((tag, name), SERVER, tag=REQUEST)
     try:
         async with asyncio.timeout(seconds):
             return await reply
     except TimeoutError:
-        return None if reply.cancel() else await reply  # False: it is just arriving
+        return None if reply.cancel() else await reply  # False: it is already arriving
 
 
 async def run() -> dict[str, object]:
-    """Ask for this rank's part of the settings; on rank 0 serve, too."""
+    """Request this rank's part of the settings; on rank 0, also serve."""
     tags, found = itertools.count(1), {}
     async with asyncio.TaskGroup() as tasks:
         if objcomm.rank() == SERVER:
@@ -67,7 +67,7 @@ async def run() -> dict[str, object]:
 
 
 def main() -> None:
-    """Run the server and its clients, and show what all have found."""
+    """Run the server and its clients, and print what all ranks have received."""
     found = objcomm.reduce(asyncio.run(run()), "union")
     if found is not None:
         print(*(f"{name}: {found[name]}" for name in WAITS), sep=", ")

@@ -1,7 +1,7 @@
-"""Mean and variance of data that no rank can hold: a class of your own, reduced.
+"""Compute mean and variance of data that fits on no rank, by reducing objects of your own class.
 
-Each rank streams through its part and updates one small object; `all_reduce` merges those of all
-ranks. Updates are Welford's (Technometrics 4, 1962), merges those of Chan, Golub and LeVeque
+Each rank streams its part of the data and updates one small object; `all_reduce` merges the objects
+of all ranks. Updates are from Welford (Technometrics 4, 1962), merges from Chan, Golub and LeVeque
 ("Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979).
 
     torchrun --nproc-per-node 4 examples/streaming_statistics.py
@@ -20,18 +20,18 @@ Vector = NDArray[np.float64]
 
 
 def zeros() -> Vector:
-    """One number for each of an image's pixels."""
+    """Return a zero for each pixel of an image."""
     return np.zeros(64)
 
 
 @dataclass
 class Statistics:
-    """What is known of the rows that were seen.
+    """Statistics of the rows seen so far.
 
     Attributes:
-        count: how many.
-        mean: of each column.
-        squares: sums of squared distances to the mean.
+        count: number of rows.
+        mean: mean of each column.
+        squares: for each column, the sum of squared distances from the mean.
     """
 
     count: int = 0
@@ -39,14 +39,14 @@ class Statistics:
     squares: Vector = field(default_factory=zeros)
 
     def add(self, row: Vector) -> None:
-        """Take one more row in."""
+        """Add one row."""
         self.count += 1
         distance = row - self.mean
         self.mean += distance / self.count
         self.squares += distance * (row - self.mean)
 
     def merge(self, other: "Statistics") -> "Statistics":
-        """The statistics of both sets of rows."""
+        """Return the statistics of both sets of rows."""
         count = self.count + other.count
         if count == 0:
             return self
@@ -57,10 +57,10 @@ class Statistics:
 
 
 def main() -> None:
-    """Stream, merge, and compare with numpy on all rows at once."""
+    """Stream, merge, and compare with numpy's result for all rows."""
     rows = load_digits().data
     mine = Statistics()
-    for row in rows[objcomm.rank() :: objcomm.world_size()]:  # think of files that are read once
+    for row in rows[objcomm.rank() :: objcomm.world_size()]:  # could be files, each read once
         mine.add(row)
     total = objcomm.all_reduce(mine, Statistics.merge)
     deviation = np.sqrt(total.squares / total.count)

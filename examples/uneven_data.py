@@ -1,8 +1,8 @@
 """Train with DistributedDataParallel although ranks have different numbers of batches.
 
-In each backward pass ranks wait for each other, so a rank that ended its loop with its own data
-would leave the others waiting. Here all go on as long as any rank has a batch. A rank that has none
-takes an empty one, which adds nothing to the gradient. To end with the shortest data instead, ask
+In each backward pass, ranks wait for each other. If a rank left the loop at the end of its own
+data, the others would hang. Here all ranks continue while any rank has a batch. A rank without one
+uses an empty batch, which adds nothing to the gradient. To stop at the shortest data instead, use
 `while not objcomm.any_rank(batch is None)`.
 
     torchrun --nproc-per-node 4 examples/uneven_data.py
@@ -19,13 +19,13 @@ TRAINED, BATCH_SIZE, EPOCHS = 1200, 16, 3
 
 
 def main() -> None:
-    """Train, and check that all ranks took the same steps and each image counted."""
+    """Train, and check that all ranks took the same number of steps and used every image."""
     pixels, digits = load_digits(return_X_y=True)
     images, labels = torch.tensor(pixels / 16), torch.tensor(digits)
     empty = images[:0], labels[:0]
 
     torch.manual_seed(0)
-    owners = (torch.rand(TRAINED) ** 2 * objcomm.world_size()).long()  # the first has the most
+    owners = (torch.rand(TRAINED) ** 2 * objcomm.world_size()).long()  # rank 0 has the most
     mine = torch.nonzero(owners == objcomm.rank()).flatten()
     model = nn.Linear(64, 10, dtype=torch.float64)
     parallel = objcomm.models.wrap(model)  # DistributedDataParallel, on CPUs too
@@ -37,7 +37,7 @@ def main() -> None:
         while objcomm.any_rank(batch is not None):
             inputs, truth = batch or empty
             optimizer.zero_grad()
-            # Of the sum, as a mean over no images is not a number.
+            # A sum, because the mean over no images is nan.
             loss = nn.functional.cross_entropy(parallel(inputs), truth, reduction="sum")
             (loss / BATCH_SIZE).backward()
             optimizer.step()

@@ -1,8 +1,8 @@
-"""accelerate and objcomm side by side, on the same ranks.
+"""Use accelerate and objcomm side by side, on the same ranks.
 
-accelerate deals full batches, so some images come twice and are cut off again by what it remembers
-of the last batch; its objects go by torch's object collectives. objcomm deals each image once, and
-takes any object. Within `patch()` accelerate's own calls go through objcomm, unchanged.
+accelerate deals full batches, so it repeats some images and later drops the duplicates of the last
+batch; it sends objects with torch's object collectives. objcomm deals each image once, and sends
+any object. Within `patch()`, accelerate's own calls go through objcomm without changes.
 
     torchrun --nproc-per-node 4 examples/with_accelerate.py
     python examples/with_accelerate.py
@@ -21,24 +21,24 @@ TRAINED = 1200
 
 
 def nearest(images: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
-    """The digit whose mean image is nearest to each image."""
+    """Return, for each image, the digit whose mean image is nearest."""
     return torch.cdist(images, means).argmin(dim=1)
 
 
 def main() -> None:
-    """Share settings, evaluate, collect texts: each both ways."""
+    """Share settings, evaluate, and gather texts, each with both libraries."""
     accelerator = Accelerator(cpu=True)
     pixels, digits = load_digits(return_X_y=True)
     images, labels = torch.tensor(pixels), torch.tensor(digits)
     means = torch.stack([images[:TRAINED][labels[:TRAINED] == d].mean(dim=0) for d in range(10)])
     test = TensorDataset(images[TRAINED:], labels[TRAINED:])
 
-    # One rank's settings for all.
+    # Share one rank's settings.
     settings = {"names": ("zero", "one"), "limit": 2**70} if accelerator.is_main_process else None
     (theirs,) = broadcast_object_list([settings])
     assert objcomm.broadcast(settings) == theirs
 
-    # Every answer, in the data set's order.
+    # Gather all predictions, in dataset order.
     answers = []
     for batch, truth in accelerator.prepare(DataLoader(test, batch_size=25)):
         answers.append(accelerator.gather_for_metrics((nearest(batch, means), truth)))
@@ -52,11 +52,11 @@ def main() -> None:
     assert torch.equal(ours, theirs)
     assert torch.equal(truth, test.tensors[1])
 
-    # Texts, of which each rank has another number; accelerate joins the ranks' lists.
+    # Gather texts, whose number differs between ranks; accelerate concatenates the ranks' lists.
     wrong = [f"image {row}" for row in rows.tolist() if ours[row] != truth[row]]
     collected = objcomm.all_reduce(wrong, "concat")
     assert gather_object(wrong) == collected
-    with patch():  # the same call of accelerate's, over objcomm
+    with patch():  # accelerate's same call now uses objcomm
         assert gather_object(wrong) == collected
 
     if objcomm.is_main():

@@ -1,7 +1,7 @@
-"""Lightning Fabric and objcomm side by side: Fabric trains, objcomm carries objects.
+"""Use Lightning Fabric and objcomm side by side: Fabric trains, objcomm moves objects.
 
-Fabric's `broadcast` takes any object, its `all_gather` and `all_reduce` take tensors of one shape.
-Both use the same ranks.
+Fabric's `broadcast` takes any object, but its `all_gather` and `all_reduce` take only tensors of
+one shape. Both libraries use the same ranks.
 
     torchrun --nproc-per-node 4 examples/with_fabric.py
     python examples/with_fabric.py
@@ -16,11 +16,11 @@ from torch import nn
 
 import objcomm
 
-TRAINED = 1200  # divides by as many ranks as one has at hand, so the means of equal parts are right
+TRAINED = 1200  # divisible by most numbers of ranks, so that the mean over equal parts is exact
 
 
 def train(fabric: Fabric, images: torch.Tensor, labels: torch.Tensor) -> nn.Module:
-    """A model that Fabric has trained, in fifty steps."""
+    """Train a model with Fabric for fifty steps."""
     torch.manual_seed(0)
     model = nn.Linear(64, 10, dtype=torch.float64)
     parallel, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
@@ -33,7 +33,7 @@ def train(fabric: Fabric, images: torch.Tensor, labels: torch.Tensor) -> nn.Modu
 
 
 def main() -> None:
-    """Train by Fabric; share, average and count by both."""
+    """Train with Fabric; share, average and count with both."""
     ranks = objcomm.world_size()
     fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto")
     fabric.launch()
@@ -49,13 +49,13 @@ def main() -> None:
         scores = model(images[rows])
     loss = nn.functional.cross_entropy(scores, labels[rows])
 
-    # Both means weigh all ranks alike; how many images each had, only the third one asks.
+    # The first two means weigh all ranks equally; the third one weighs them by their images.
     mean = objcomm.all_reduce(loss, "mean")
-    by_fabric = fabric.all_reduce(loss.clone(), reduce_op="mean")  # it changes what it is given
+    by_fabric = fabric.all_reduce(loss.clone(), reduce_op="mean")  # it changes its argument
     torch.testing.assert_close(mean, by_fabric)
     exact = objcomm.metrics.average_metrics({"loss": loss}, count=len(scores))["loss"]
 
-    # What is no tensor: which digit was taken for which, and how often.
+    # Reduce an object that is not a tensor: the counts of confused digits.
     wrong = scores.argmax(dim=1) != labels[rows]
     pairs = zip(labels[rows][wrong].tolist(), scores.argmax(dim=1)[wrong].tolist(), strict=True)
     confused = objcomm.all_reduce(collections.Counter(pairs), "counter")

@@ -1,8 +1,8 @@
-"""Hugging Face's Trainer trains and predicts; objcomm gathers what the metrics are computed from.
+"""Train and predict with Hugging Face's Trainer, and gather the input of the metrics with objcomm.
 
 Trainer gathers padded tensors onto every rank, and every rank computes the metrics. Here each rank
-keeps its answers, as objects. The main rank alone scores them, and all ranks get the score or its
-error. The model is made from a config, so nothing is downloaded.
+keeps its predictions as objects. Only rank 0 scores them, and all ranks get the score or the error.
+The model is created from a config, so nothing is downloaded.
 
     torchrun --nproc-per-node 4 examples/with_hf_trainer.py
     python examples/with_hf_trainer.py
@@ -16,7 +16,7 @@ from sklearn.datasets import load_digits
 
 import objcomm
 
-TRAINED, TESTED, BATCH_SIZE = 1200, 597, 24  # images; of all ranks together
+TRAINED, TESTED, BATCH_SIZE = 1200, 597, 24  # images on all ranks together
 INPUT = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 10}
 LAYERS = {"hidden_size": 48, "num_hidden_layers": 2, "intermediate_size": 64}
 
@@ -25,13 +25,13 @@ Batch = list[tuple[int, int]]  # each image's digit, and the model's answer
 
 def score(parts: list[list[Batch]]) -> dict[str, float]:
     """Compute the metrics from the batches of all ranks."""
-    # Ranks take batches in turn, and the last ones are filled up with the first images again.
+    # Ranks take batches in turn, and the last ones are filled up with the first images.
     in_order = [each for turn in zip(*parts, strict=True) for batch in turn for each in batch]
     return {"accuracy": sum(digit == answer for digit, answer in in_order[:TESTED]) / TESTED}
 
 
 def main() -> None:
-    """Train, evaluate, and show the score."""
+    """Train, evaluate, and print the score."""
     pixels, digits = load_digits(return_X_y=True)
     images = torch.tensor(pixels / 16).view(-1, 1, 8, 8)
     rows = [{"pixel_values": i, "labels": d} for i, d in zip(images, digits, strict=True)]
@@ -39,10 +39,10 @@ def main() -> None:
     model = transformers.ViTForImageClassification(transformers.ViTConfig(**INPUT, **LAYERS))
     mine: list[Batch] = []
 
-    def keep(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # of one batch
+    def keep(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # for one batch
         answers = logits.argmax(dim=1)
         mine.append(list(zip(labels.tolist(), answers.tolist(), strict=True)))
-        return answers  # Trainer gathers this in place of the logits
+        return answers  # Trainer gathers this instead of the logits
 
     def compute_metrics(_: transformers.EvalPrediction) -> dict[str, float]:
         metrics = objcomm.reduce_and_broadcast(lambda: mine, score)

@@ -1,7 +1,7 @@
-"""Lightning's Trainer trains and validates; objcomm deals the images and adds up the answers.
+"""Train and validate with Lightning's Trainer; objcomm splits the data and counts the answers.
 
-Lightning's own sampler deals some images twice, so that all ranks take equally many steps. Here
-each is validated once, so that ranks have different numbers of them and the accuracy is exact.
+Lightning's own sampler repeats some images so that all ranks take the same number of steps. Here
+each image is validated once, so ranks have different numbers of images, and the accuracy is exact.
 
     torchrun --nproc-per-node 4 examples/with_lightning_trainer.py
     python examples/with_lightning_trainer.py
@@ -17,11 +17,11 @@ from torch.utils.data import TensorDataset
 
 import objcomm
 
-TRAINED, BATCH_SIZE = 1200, 24  # images; of all ranks together
+TRAINED, BATCH_SIZE = 1200, 24  # images on all ranks together
 
 
 class Digits(LightningModule):
-    """A linear model, and how often this rank has taken which digit for which."""
+    """A linear model, and its counts of true digits and answers on this rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Digits(LightningModule):
         self.answers: collections.Counter[tuple[int, int]] = collections.Counter()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Choose plain gradient descent."""
+        """Use plain gradient descent."""
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
@@ -37,12 +37,12 @@ class Digits(LightningModule):
         return nn.functional.cross_entropy(self.linear(batch[0]), batch[1])
 
     def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
-        """Count; some ranks take a step more, so there is no collective in here."""
+        """Count the answers, without collectives because ranks may differ in their steps."""
         answers = self.linear(batch[0]).argmax(dim=1)
         self.answers.update(zip(batch[1].tolist(), answers.tolist(), strict=True))
 
     def on_validation_epoch_end(self) -> None:
-        """Add up the counts of all ranks; each logs the same accuracy, with no sync_dist=True."""
+        """Add up the counts of all ranks; all log the same accuracy without sync_dist=True."""
         counts = objcomm.all_reduce(self.answers, "counter")
         self.answers.clear()
         right = sum(times for (digit, answer), times in counts.items() if digit == answer)
@@ -50,7 +50,7 @@ class Digits(LightningModule):
 
 
 def main() -> None:
-    """Train, validating after each epoch, and show the last accuracy."""
+    """Train, validate after each epoch, and print the last accuracy."""
     torch.manual_seed(0)
     pixels, digits = load_digits(return_X_y=True)
     rows = TensorDataset(torch.tensor(pixels / 16), torch.tensor(digits))

@@ -1,7 +1,7 @@
-"""torchmetrics and objcomm side by side: metrics of all ranks, joined where they are needed.
+"""Use torchmetrics and objcomm side by side to merge metrics from all ranks.
 
-torchmetrics synchronises inside of `compute`, on all ranks, by a gather for each state. objcomm
-reduces metrics as a whole, by torchmetrics' own `merge_state`, onto one rank or all, in one call.
+torchmetrics synchronizes inside `compute`, on all ranks, with one gather for each state. objcomm
+reduces whole metrics with torchmetrics' own `merge_state`, onto one rank or all, in a single call.
 
     torchrun --nproc-per-node 4 examples/with_torchmetrics.py
     python examples/with_torchmetrics.py
@@ -20,14 +20,14 @@ Metrics = dict[str, Metric]
 
 
 def merged(left: Metrics, right: Metrics) -> Metrics:
-    """The metrics of both ranks' images."""
+    """Merge the metrics of two ranks."""
     for name, metric in left.items():
         metric.merge_state(right[name])
     return left
 
 
 def answer() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of this rank's images: the nearest digit, the true one, and how near the nearest is."""
+    """Return, for this rank's images, the nearest digit, the true digit, and the distance."""
     pixels, digits = load_digits(return_X_y=True)
     images, labels = torch.tensor(pixels).float(), torch.tensor(digits)
     means = torch.stack([images[:TRAINED][labels[:TRAINED] == d].mean(dim=0) for d in range(10)])
@@ -37,7 +37,7 @@ def answer() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def measured(answers: torch.Tensor, labels: torch.Tensor, *, synchronised: bool) -> Metrics:
-    """Metrics that have seen this rank's images."""
+    """Return metrics that have been updated with this rank's images."""
     metrics: Metrics = {
         "accuracy": MulticlassAccuracy(10, average="micro", sync_on_compute=synchronised),
         "confusion": MulticlassConfusionMatrix(10, sync_on_compute=synchronised),
@@ -48,7 +48,7 @@ def measured(answers: torch.Tensor, labels: torch.Tensor, *, synchronised: bool)
 
 
 def main() -> None:
-    """Compute both ways, and compare."""
+    """Compute the metrics with both libraries, and compare."""
     answers, labels, distances = answer()
     theirs = measured(answers, labels, synchronised=True)
     values = {name: metric.compute() for name, metric in theirs.items()}  # on every rank
@@ -58,7 +58,7 @@ def main() -> None:
 
     ours = objcomm.reduce(measured(answers, labels, synchronised=False), merged)  # onto rank 0
     in_order = objcomm.reduce(distances, "concat")
-    if ours is not None and in_order is not None:  # so on rank 0
+    if ours is not None and in_order is not None:  # only on rank 0
         assert all(torch.equal(ours[name].compute(), values[name]) for name in ours)
         assert torch.equal(in_order, values["distances"])
         accuracy = ours["accuracy"].compute()

@@ -1,18 +1,18 @@
-"""Any Python object between the ranks of a PyTorch job: fast, exact, and never a silent hang.
+"""Move any Python object between the ranks of a PyTorch job: fast, exact, and never a silent hang.
 
-The calls that most programs need. Every rank makes them, in the same order:
+These are the calls that most programs need. Every rank makes them in the same order:
 
 - ``init()`` joins the ranks that torchrun, SLURM or MPI has started; ``shutdown()`` leaves them.
-- ``rank()`` is this process's number, ``world_size()`` how many ranks there are.
-- ``broadcast(obj)`` gives every rank the object of rank 0.
-- ``gather(obj)`` gives rank 0 a list of all ranks' objects; ``all_gather(obj)`` gives it to every
-  rank.
-- ``scatter(objects)`` gives each rank its item of rank 0's list.
-- ``all_reduce(obj, op)`` combines all ranks' objects: by ``"sum"``, ``"union"`` and the like, or by
-  a function of two objects.
+- ``rank()`` is this process's number; ``world_size()`` is the number of ranks.
+- ``broadcast(obj)`` sends rank 0's object to every rank.
+- ``gather(obj)`` returns a list of all ranks' objects on rank 0; ``all_gather(obj)`` returns it on
+  every rank.
+- ``scatter(objects)`` sends each rank its item of rank 0's list.
+- ``all_reduce(obj, op)`` combines all ranks' objects with an operator such as ``"sum"`` or
+  ``"union"``, or with a function of two objects.
 - ``barrier()`` returns when all ranks have called it.
 
-Without a launcher the program is the only rank, and every call works:
+Without a launcher, the program is the only rank, and every call works:
 
     >>> import objcomm
     >>> start = objcomm.init()
@@ -28,21 +28,21 @@ Without a launcher the program is the only rank, and every call works:
 ``help(objcomm.broadcast)`` describes one call. Start several ranks with
 ``torchrun --nproc-per-node=4 train.py``.
 
-For readers of the code: these are its packages and modules, and each imports only from those
-before it. An underscore marks the private ones.
+For readers of the code: these are the packages and modules. Each imports only from those before it.
+Names with an underscore are private.
 
-- ``errors``, ``_config``, ``_environment`` and ``_world`` are the ground: what can go wrong,
-  what is set, where this process runs, and torch's process groups.
-- ``_codecs`` turn an object into bytes and back; ``_wire`` is one message, made of them.
-- ``_observe`` notes what this rank does, for people and for errors.
-- ``_transport`` carries bytes between ranks, ``_algorithms`` say who sends what to whom, and
-  ``_failures`` see to it that no wait is a silent one.
-- ``_calls`` are a group and one call on it; ``_collectives`` and ``_p2p`` are the operations.
+- ``errors``, ``_config``, ``_environment`` and ``_world`` are the base layer: errors, options, the
+  place of this process, and torch's process groups.
+- ``_codecs`` turns objects into bytes and back; ``_wire`` defines the messages that carry them.
+- ``_observe`` records what this rank does, for users and for errors.
+- ``_transport`` moves bytes between ranks, ``_algorithms`` decides which rank sends what to which,
+  and ``_failures`` ensures that no wait hangs silently.
+- ``_calls`` defines groups and single calls; ``_collectives`` and ``_p2p`` are the operations.
 - ``_training`` helps with models, metrics and data; ``_bootstrap`` starts ranks and examines hosts.
-- ``_public`` has the names that this package shows; those of one topic are in ``codecs``,
-  ``exporters``, ``metrics``, ``models`` and ``recorder``.
-- ``compat`` has other libraries' names for it, ``run`` runs their programs
-  unchanged, and ``demo`` is a program that uses all this.
+- ``_public`` lists this package's public names; ``codecs``, ``exporters``, ``metrics``, ``models``
+  and ``recorder`` have those of one topic each.
+- ``compat`` provides functions under other libraries' names, ``run`` runs a program with torch's
+  object collectives replaced, and ``demo`` is an example program.
 """
 
 import atexit
@@ -57,17 +57,17 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """All public names at once, when the first is used: they need torch."""
-        if name.startswith("_") and name != "__all__":  # such as Python itself looks for
+        """Import all public names when the first is used, because they need torch."""
+        if name.startswith("_") and name != "__all__":  # such as those that Python looks up
             raise AttributeError(f"module 'objcomm' has no attribute {name!r}")
-        from objcomm import _public  # noqa: PLC0415  # not sooner
+        from objcomm import _public  # noqa: PLC0415  # only when needed
 
         names = {each: getattr(_public, each) for each in ["__all__", *_public.__all__]}
         globals().update(names)
         try:
             return names[name]
         except KeyError:
-            from objcomm._config import NAMES_ELSEWHERE  # noqa: PLC0415  # not sooner
+            from objcomm._config import NAMES_ELSEWHERE  # noqa: PLC0415  # likewise
 
             topics = [each for each in names.values() if hasattr(each, "__all__")]
             at = [f"; it is {each.__name__}.{name}" for each in topics if name in each.__all__]

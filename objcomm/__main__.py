@@ -1,6 +1,6 @@
-"""``objcomm`` and ``python -m objcomm``: look at ranks before a job, and at their records after it.
+"""``objcomm`` and ``python -m objcomm``: check ranks before a job, and their records after it.
 
-Knows the command lines alone, so that ``--help`` waits for no torch.
+Knows only the command lines, so that ``--help`` does not import torch.
 """
 
 import argparse
@@ -13,11 +13,11 @@ import objcomm
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse the command line and carry it out; return the exit status."""
+    """Run the command that the command line names, and return the exit status."""
     given = sys.argv[1:] if argv is None else argv
     is_module = sys.modules["__main__"].__spec__ is not None  # else the console command
     typed = "python -m objcomm" if is_module else "objcomm"
-    if given[:1] == ["run"]:  # what follows is the program's, options included
+    if given[:1] == ["run"]:  # all that follows belongs to the program, options included
         importlib.import_module("objcomm.run").main(given[1:], typed=f"{typed} run")
     arguments = _parser(typed).parse_args(given)
     command = importlib.import_module(f"objcomm.{arguments.room}.command")
@@ -36,7 +36,7 @@ def _parser(typed: str) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser(
         "run", help="run a program with torch's object collectives replaced by objcomm's"
-    )  # for the list of commands; ``main`` never parses it
+    )  # only for the list of commands; ``main`` handles it itself
     inspecting = commands.add_parser(
         "inspect",
         help="compare the ranks' dumps and report where they diverge",

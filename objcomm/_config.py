@@ -1,7 +1,7 @@
-"""The options that hold where a call does not say otherwise, and the keywords that calls take.
+"""The options that apply to calls by default, and the keyword arguments that calls accept.
 
 A call's own options come first, then those of its thread or task, then those of the process. The
-environment can add a key where the program has set none; it can take nothing back.
+environment may supply a key if the program has set none; it can't remove one.
 """
 
 import functools
@@ -24,7 +24,7 @@ from objcomm.errors import UsageError
 
 T = TypeVar("T")
 
-#: What ``allow=`` lists: classes and functions, or their names, such as ``"shop.Order"``.
+#: An entry of ``allow=``: a class or function, or its name, such as ``"shop.Order"``.
 Allowed = type | Callable[..., Any] | str
 
 
@@ -32,32 +32,32 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    #: What ``group=`` takes: a process group, a one-dimensional device mesh, None for the world.
+    #: The type of ``group=``: a process group, a one-dimensional device mesh, None for the world.
     GroupLike: TypeAlias = ProcessGroup | DeviceMesh | None
 else:
-    GroupLike = Any  # a torch without distributed has neither of them
+    GroupLike = Any  # a torch without distributed has neither class
 
 
-#: What ``timeout=`` takes: seconds, a timedelta, or None for the group's own.
+#: The type of ``timeout=``: seconds, a timedelta, or None for the group's own.
 Timeout: TypeAlias = float | timedelta | None
 
 
-#: What ``device=`` takes.
+#: The type of ``device=``.
 DeviceLike: TypeAlias = torch.device | str | int | None
 
 
 LINES: Literal["lines"] = "lines"
 
-#: What ``check=`` takes.
+#: The type of ``check=``.
 Check: TypeAlias = bool | Literal["lines"]
 
 
 Transport: TypeAlias = Literal["auto", "streams", "gloo"]
 
-#: What ``transport=`` takes.
+#: The values of ``transport=``.
 TRANSPORTS: tuple[Transport, ...] = ("auto", "streams", "gloo")
 
-#: No limit. Links add a limit to a clock; one of many years would overflow it, as it does timers.
+#: Stands for no timeout. One of many years would overflow timers and the clocks of links.
 FOREVER_SECONDS = 1e7
 
 
@@ -66,7 +66,7 @@ _PORTS_MAX = 1 << 16
 
 
 class CallOptions(TypedDict, total=False):
-    """The keywords that every collective operation takes; see ``objcomm.broadcast``."""
+    """The keywords that every collective operation accepts; see ``objcomm.broadcast``."""
 
     name: str
     group: GroupLike
@@ -74,7 +74,7 @@ class CallOptions(TypedDict, total=False):
 
 
 class Options(CallOptions, total=False):
-    """The same where it is one on objects."""
+    """The keywords of a collective operation on objects."""
 
     codec: str | None
     device: DeviceLike
@@ -84,7 +84,7 @@ class Options(CallOptions, total=False):
 
 
 class ShownOptions(Options, total=False):
-    """The same where a bar can show how far the transfer has come."""
+    """The keywords of an operation on objects that can show a progress bar."""
 
     progress: bool
 
@@ -96,13 +96,13 @@ class Sync(TypedDict, total=False):
 
 
 class Async(TypedDict):
-    """The keyword of a call that returns a work."""
+    """The keyword of a call that returns a Work."""
 
     async_op: Literal[True]
 
 
 class MaybeAsync(TypedDict):
-    """The keyword of a call that returns a work or its result."""
+    """The keyword of a call that returns a Work or its result."""
 
     async_op: bool
 
@@ -124,28 +124,28 @@ class SyncOptions(Options, Sync):
 
 
 class AsyncOptions(Options, Async):
-    """The keywords of a call that returns a work."""
+    """The keywords of a call that returns a Work."""
 
 
 class MaybeAsyncOptions(Options, MaybeAsync):
-    """The keywords of a call that returns a work or its result."""
+    """The keywords of a call that returns a Work or its result."""
 
 
 class ShownSyncOptions(ShownOptions, Sync):
-    """The keywords of a call that can show a bar and returns its result."""
+    """The keywords of a call that can show a progress bar and returns its result."""
 
 
 class ShownAsyncOptions(ShownOptions, Async):
-    """The keywords of a call that can show a bar and returns a work."""
+    """The keywords of a call that can show a progress bar and returns a Work."""
 
 
 class ShownMaybeAsyncOptions(ShownOptions, MaybeAsync):
-    """The keywords of a call that can show a bar and returns a work or its result."""
+    """The keywords of a call that can show a progress bar and returns a Work or its result."""
 
 
 @functools.cache
 def physical_nbytes() -> int:
-    """The machine's memory: no message can be larger."""
+    """Return the size of the machine's memory. No message can be larger."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -154,22 +154,23 @@ class Settings:
     """All options.
 
     Attributes:
-        codec: what encodes objects.
-        max_nbytes: the most that one message may make a rank allocate.
-        max_operation_nbytes: the same of all messages that it receives in one operation.
-        max_depth: how deep containers may lie in each other.
+        codec: name of the codec that encodes objects.
+        max_nbytes: the most bytes that one message may make a rank allocate.
+        max_operation_nbytes: the same for all messages that a rank receives in one operation.
+        max_depth: how deeply containers may be nested.
         max_buffers: how many buffers one message may have.
-        accept: codecs whose messages this rank decodes; ``None`` means all.
-        allow: what a pickle may name, by its name; ``None`` means everything.
-        secret: of the key that signs messages, if the program has set one.
-        check: whether ranks agree on each operation first, or ``"lines"`` if a call's lines must be
-            the same on all ranks; ``None`` leaves it to the environment.
-        record_folder: where a rank writes its last calls when ranks lose each other; ``None``
-            leaves it to the environment.
-        report_after: how many seconds a call waits before it is logged.
+        accept: codecs whose messages this rank decodes; ``None`` for all.
+        allow: what a pickle may name, by name; ``None`` for everything.
+        secret: derived from the key that signs messages, if the program has set one.
+        check: whether ranks agree on each operation first, or ``"lines"`` if a call must be on the
+            same line on all ranks; ``None`` to use the environment's setting.
+        record_folder: where a rank writes its last calls when ranks lose each other; ``None`` to
+            use the environment's setting.
+        report_after: how many seconds a call waits before this is logged.
         lost_after: for how many seconds a host may be out of reach.
-        transport: what joins ranks; ``None`` leaves it to the environment.
-        ports: those on which other hosts reach this rank; ``None`` leaves it to the environment.
+        transport: what connects ranks; ``None`` to use the environment's setting.
+        ports: ports on which other hosts reach this rank; ``None`` to use the environment's
+            setting.
     """
 
     codec: str = "pickle"
@@ -194,15 +195,15 @@ class Settings:
 
     @property
     def lines_must_agree(self) -> bool:
-        """Whether ranks must make a call that has no name on the same line."""
+        """Whether ranks must make a call without a name on the same line."""
         return (environment_check() if self.check is None else self.check) == LINES
 
     @property
     def chosen_transport(self) -> Transport:
-        """What joins ranks.
+        """The transport that connects ranks.
 
         Raises:
-            UsageError: the environment names no transport.
+            UsageError: OBJCOMM_TRANSPORT is not the name of a transport.
         """
         if self.transport is not None:
             return self.transport
@@ -210,10 +211,10 @@ class Settings:
 
     @property
     def chosen_ports(self) -> range:
-        """Those on which other hosts reach this rank; any if empty.
+        """The ports on which other hosts reach this rank; empty for any.
 
         Raises:
-            UsageError: the environment names no ports.
+            UsageError: OBJCOMM_PORTS is neither a port nor a range of ports.
         """
         if self.ports is not None:
             return self.ports
@@ -222,7 +223,7 @@ class Settings:
 
 
 class _Process:
-    """The options of threads and tasks that have set none of their own."""
+    """The options of threads and tasks that have not set their own."""
 
     settings = Settings()
 
@@ -231,12 +232,12 @@ _own: ContextVar[Settings | None] = ContextVar("objcomm_settings", default=None)
 
 
 def settings() -> Settings:
-    """The options in force here."""
+    """Return the options in effect in this thread or task."""
     return _own.get() or _Process.settings
 
 
 def process_settings() -> Settings:
-    """The options in force where no block has its own."""
+    """Return the options in effect for threads and tasks that have not set their own."""
     return _Process.settings
 
 
@@ -245,16 +246,16 @@ def settings_with(
     allow: Iterable[Allowed] | None = None,
     operation: str = "",
 ) -> Settings:
-    """The options in force here, but for what a call's own arguments say.
+    """Return the options in effect here, overridden by a call's own arguments.
 
     Args:
-        accept: as the user gave it, like the next.
-        allow: what a received pickle may name.
-        operation: what the user has called, for an error's text.
+        accept: as the user passed it.
+        allow: likewise.
+        operation: the operation that the user called, for an error's text.
 
     Raises:
-        UsageError: one of them is no list of such names; or ``allow`` names what does not exist,
-            or what can't be admitted safely.
+        UsageError: ``accept`` or ``allow`` is not such a list, or ``allow`` names something that
+            does not exist or can't be admitted safely.
     """
     before = _own.get() or _Process.settings
     if accept is None and allow is None:
@@ -267,12 +268,12 @@ def settings_with(
 
 
 class _Decoding(threading.local):
-    """The options of the message that this thread decodes; None while it decodes none.
+    """The options for the message that this thread decodes; None while it decodes none.
 
-    Not a ContextVar. Python 3.11 may run the collector inside ``ContextVar.set``, and a destructor
-    that it finds may make a call that sets a variable, too. Then one of the two is lost, ``reset``
-    raises LookupError, or memory is read that was freed. So no call sets one; what the user's own
-    blocks have set they set back, without a token.
+    This is not a ContextVar, because Python 3.11 may run the garbage collector inside
+    ``ContextVar.set``, and a destructor may then make a call that sets a variable, too. In that
+    case one of the two values is lost, ``reset`` raises LookupError, or freed memory is read. So
+    calls set no ContextVar, and the user's own blocks restore theirs without a token.
     """
 
     settings: Settings | None = None
@@ -283,61 +284,65 @@ decoding = _Decoding()
 
 
 def decoding_settings() -> Settings:
-    """The options that hold for what is decoded here."""
+    """Return the options in effect for decoding on this thread."""
     return decoding.settings or _own.get() or _Process.settings
 
 
 class configure:  # noqa: N801  # used as a function and as a context
-    """Set options for all that follows in this thread or task, or for a ``with`` block.
+    """Set options for the rest of this thread or task, or for a ``with`` block.
 
-    Every option stays as it was if None.
+    An option that is None keeps its current value.
 
     Args:
-        codec: name of the codec that encodes objects; a receiver takes it from the message.
-        accept: names of the codecs whose messages this rank decodes; any other is refused unread,
-            with a DecodeError.
-        allow: the classes and functions that a received pickle may name, as they are or as
-            ``"module.qualname"``; any other is refused before it runs, with a
-            ForbiddenTypeError. Builtin containers and scalars, tensors and arrays need no entry.
-        key: bytes or text of 16 bytes or more, the same on every rank. Messages are signed with
-            it, and those that are not are refused with an AuthenticationError.
-        max_nbytes: the most that one message may make this rank allocate; at first, as much as
-            the machine has memory.
-        max_operation_nbytes: the most that all messages of one operation together may; likewise.
-        max_depth: how deep containers may lie in each other, in what this rank sends by msgpack,
-            and in what it receives by msgpack or with ``allow``; at first 200.
-        max_buffers: how many buffers a received message may have; at first 2**19.
-        check: True lets all ranks agree on each operation first, see ``objcomm.check``. ``"lines"``
-            costs nothing, and makes it a DesyncError if two ranks make a call on different lines,
-            unless both give it the same ``name=``; set it on every rank. A line is the file's name
-            and the number, so ranks may run from different folders. False, as at first, logs a
-            warning for each two such lines, once. If never set, the environment's OBJCOMM_CHECK: 1
-            for True, or ``lines``.
-        record_folder: where this rank writes its last calls when ranks lose each other, unless
-            ``""``; the environment's OBJCOMM_RECORD_FOLDER if never set. See ``objcomm.recorder``.
-        report_after: a call that has waited for so many seconds is logged as a warning of the
-            logger ``objcomm``, with where the ranks are that it waits for; and again whenever it
-            has waited twice as long. At first 60; ``math.inf`` for never.
-        lost_after: a rank counts as dead when its host has not answered for so many seconds,
-            because it or its network has failed: see the guide on failures. Held by the
-            connections that are made afterwards. At first 60; ``math.inf`` for the system's own
-            limits. On Linux only.
-        transport: what connects ranks, for the connections that are made afterwards. ``"streams"``:
-            connections of objcomm's own, with shared memory within a host, on Linux only; where
-            they can't be made, all ranks raise TransportError. ``"gloo"``: a Gloo group that
-            carries nothing else. ``"auto"``, the default: streams; or Gloo, with a warning in the
-            log, where streams can't be made or another rank has chosen Gloo. If never set, the
-            environment's OBJCOMM_TRANSPORT.
-        ports: on which of this host's ports the ranks of other hosts reach this one, as
-            ``"40000-40100"``, for firewalls; each rank takes one for each group. If never set, the
-            environment's OBJCOMM_PORTS; without it any free port. Gloo's are always any.
-        everywhere: also for threads that have set no options, whenever they were started. The
-            last one to say so counts.
+        codec: name of the codec that encodes objects. Receivers read it from the message.
+        accept: names of the codecs whose messages this rank decodes. A message of any other codec
+            is not read and raises DecodeError.
+        allow: the classes and functions that a received pickle may name, as objects or as
+            ``"module.qualname"``. Any other is refused before it runs, with ForbiddenTypeError.
+            Builtin containers and scalars, tensors and arrays need no entry.
+        key: bytes or text of at least 16 bytes, the same on every rank. Messages are signed with
+            it, and messages without a valid signature are refused with AuthenticationError.
+            Default: the key in the file that the environment's OBJCOMM_KEY_FILE names, if set.
+        max_nbytes: the most bytes that one message may make this rank allocate. Default: the
+            size of the machine's memory.
+        max_operation_nbytes: the same for all messages of one operation together. Default: the
+            size of the machine's memory.
+        max_depth: how deeply containers may be nested in objects that this rank sends with msgpack,
+            and in those it receives with msgpack or with ``allow``. Default: 200.
+        max_buffers: how many buffers a received message may have. Default: 2**19.
+        check: True makes all ranks agree on each operation first; see ``objcomm.check``.
+            ``"lines"`` raises DesyncError if two ranks make a call on different lines, unless both
+            give it the same ``name=``; it costs nothing, and must be set on every rank. A line is a
+            file name without its folder and a line number, so ranks may run from different folders.
+            False logs a warning instead, once for each pair of lines. Default: the environment's
+            OBJCOMM_CHECK, which may be ``1`` for True, or ``lines``; otherwise False.
+        record_folder: folder in which this rank writes its last calls when ranks lose each other;
+            ``""`` for none. Default: the environment's OBJCOMM_RECORD_FOLDER. See
+            ``objcomm.recorder``.
+        report_after: number of seconds after which a waiting call is logged, as a warning of the
+            logger ``objcomm`` that shows where the awaited ranks are. The warning is repeated each
+            time the wait has doubled. Default: 60; ``math.inf`` for never.
+        lost_after: number of seconds without an answer from a host, because it or its network has
+            failed, after which its ranks count as dead; see the guide on failures. It applies to
+            connections made afterwards, on Linux only. Default: 60; ``math.inf`` for the system's
+            own limits.
+        transport: what connects ranks; it applies to connections made afterwards. ``"streams"``
+            uses objcomm's own connections, with shared memory within a host, on Linux only; if
+            these can't be made, all ranks raise TransportError. ``"gloo"`` uses a separate Gloo
+            group. ``"auto"`` uses streams, or Gloo with a logged warning if streams can't be made
+            or another rank has chosen Gloo. Default: the environment's OBJCOMM_TRANSPORT, otherwise
+            ``"auto"``.
+        ports: ports on which ranks of other hosts reach this rank, for firewalls, such as
+            ``"40000-40100"``. Each rank uses one port for each group. Default: the environment's
+            OBJCOMM_PORTS, otherwise any free port. Gloo always uses any free port.
+        everywhere: whether to set the options also for threads that have not set their own,
+            including those already running. The last such call counts.
 
     Raises:
-        UsageError: a limit that no message can keep, a key that is too short, a ``check`` that does
-            not exist, a name in ``allow`` that stands for nothing, a ``transport`` that does not
-            exist, or ``ports`` that are neither a port nor a range of ports.
+        UsageError: a limit is too small or not a number, the key is too short, ``accept`` is not a
+            list of names, ``allow`` names something that does not exist or can't be admitted
+            safely, ``check`` or ``transport`` is not one of the values above, or ``ports`` is
+            neither a port nor a range of ports.
 
     Examples:
         >>> import objcomm
@@ -410,19 +415,19 @@ class configure:  # noqa: N801  # used as a function and as a context
 
 
 def check(*, everywhere: bool = False) -> configure:
-    """Let all ranks agree on each operation before it begins; for debugging.
+    """Make all ranks agree on each operation before it begins, for debugging.
 
-    A rank that only sends returns from its call without having heard of the others, so it learns
-    only in its next call that they were in another one. With this, each operation begins with a
-    meeting, and every rank raises DesyncError in the very call that differs. It costs about a
-    barrier per call. Every rank must set it; ``OBJCOMM_CHECK=1`` in the environment does so for a
-    whole job, where the program does not say ``configure(check=False)``.
+    A rank that only sends returns from its call without an answer, so it learns only in its next
+    call that other ranks were in a different operation. With this option, all ranks first compare
+    their operations, and every rank raises DesyncError in the call that differs. This costs about
+    one barrier per call. Every rank must set it. ``OBJCOMM_CHECK=1`` in the environment sets it for
+    a whole job, unless the program calls ``configure(check=False)``.
 
     Args:
         everywhere: as in ``configure``.
 
     Returns:
-        What ``configure(check=True)`` returns. It holds for all that follows in this thread or
+        What ``configure(check=True)`` returns. The option is set for the rest of this thread or
         task, or for a ``with`` block.
 
     Examples:
@@ -436,10 +441,10 @@ def check(*, everywhere: bool = False) -> configure:
 
 @functools.cache
 def environment_check() -> Check:
-    """What OBJCOMM_CHECK says, for a program that never says ``configure(check=)``.
+    """Return the value of OBJCOMM_CHECK, for a program that never sets ``configure(check=)``.
 
     Raises:
-        UsageError: it says nothing of the kind.
+        UsageError: it is not 0, 1 or lines.
     """
     value = os.environ.get("OBJCOMM_CHECK", "")
     if value not in {"", "0", "1", LINES}:
@@ -454,24 +459,24 @@ def shows_full_tracebacks() -> bool:
 
 
 def _checked(check: object) -> Check:
-    """What ``check=`` means.
+    """Validate ``check=``.
 
     Raises:
         UsageError: it is neither a bool nor ``"lines"``.
     """
     if check == LINES:
         return LINES
-    if check in (True, False):  # no set: a list has no hash
+    if check in (True, False):  # not a set: a list has no hash
         return bool(check)
     raise UsageError(f"configure: check={check!r} must be True, False or 'lines'")
 
 
 def _transport(chosen: object, name: str) -> Transport:
-    """One of the transports.
+    """Validate the name of a transport.
 
     Args:
-        chosen: as the user gave it.
-        name: where, for an error's text.
+        chosen: as the user passed it.
+        name: name of the argument or variable, for an error's text.
 
     Raises:
         UsageError: there is no such transport.
@@ -483,14 +488,14 @@ def _transport(chosen: object, name: str) -> Transport:
 
 
 def _ports(written: object, name: str) -> range:
-    """The ports that a text such as ``"40000-40100"`` names; the last is one of them.
+    """Parse a range of ports such as ``"40000-40100"``, which includes the last one.
 
     Args:
-        written: as the user gave it.
-        name: where, for an error's text.
+        written: as the user passed it.
+        name: name of the argument or variable, for an error's text.
 
     Raises:
-        UsageError: it names no ports.
+        UsageError: it is neither a port nor a range of ports.
     """
     first, _, last = written.partition("-") if isinstance(written, str) else ("", "", "")
     if first.strip().isdecimal() and (last or first).strip().isdecimal():
@@ -504,10 +509,10 @@ def _ports(written: object, name: str) -> range:
 
 
 def _check_numbers(changed: Mapping[str, Any]) -> None:
-    """Refuse limits and waits that are none.
+    """Validate limits and waits.
 
     Raises:
-        UsageError: one is no number, or too small.
+        UsageError: one is not a number, or is too small.
     """
     for name in changed.keys() & {"report_after", "lost_after"}:
         seconds = changed[name]
@@ -535,19 +540,19 @@ def _codecs(accept: Iterable[str], operation: str) -> frozenset[str]:
 
 
 def _members(given: Iterable[T]) -> list[T] | None:
-    """What a list has in it; None for what is no list of anything, as a number or a class is."""
+    """Return the items of an iterable; None for anything else, such as a number or a class."""
     try:
         return list(given)
     except TypeError:
         return None
 
 
-# numpy takes any bytes for the addresses of objects, and divides by zero for some dtypes' names.
+# numpy reads arbitrary bytes as addresses of objects, and divides by zero for some dtype names.
 _BEYOND_CHECKING = frozenset({"numpy.ndarray", "numpy.dtype"})
 
 
 def _admitted(allow: Iterable[Allowed], operation: str) -> dict[str, Any]:
-    """Classes and functions by the names that a pickle has for them."""
+    """Map the names that a pickle uses for classes and functions to them."""
     said_by = f"{operation}: " if operation else ""
     admitted = {}
     listed = [allow] if isinstance(allow, str) else _members(allow)
@@ -584,7 +589,7 @@ def _named(name: str, said_by: str) -> Any:
 
 
 def seconds_of(operation: str, timeout: float | timedelta) -> float:
-    """What ``timeout=`` means, in seconds: ``FOREVER_SECONDS`` if that is longer, or infinity.
+    """Convert ``timeout=`` to seconds, at most ``FOREVER_SECONDS``.
 
     Raises:
         UsageError: it is not a positive time.
@@ -600,34 +605,34 @@ def seconds_of(operation: str, timeout: float | timedelta) -> float:
 
 
 def check_name(name: object, operation: str) -> None:
-    """Refuse what can be no call's name.
+    """Validate the name of a call.
 
     Raises:
-        UsageError: it is not text.
+        UsageError: it is not a string.
     """
     if not isinstance(name, str):
         raise UsageError(f"{operation}: name={name!r} must be a string")
 
 
 def whole_number(value: object) -> int | None:
-    """A whole number, numpy's included; None for what is none, as a float or a bool is."""
+    """Return an integer, including numpy's, as an int; None for anything else, even a bool."""
     if isinstance(value, bool):
         return None
     try:
-        return operator.index(value)  # type: ignore[arg-type]  # that is the question
+        return operator.index(value)  # type: ignore[arg-type]  # checked by the call
     except TypeError:
         return None
 
 
 def parse_device(device: DeviceLike, operation: str = "") -> torch.device | None:
-    """What ``device=`` means.
+    """Convert ``device=`` to a torch device.
 
     Args:
-        device: as the user gave it.
-        operation: what the user has called, for an error's text.
+        device: as the user passed it.
+        operation: the operation that the user called, for an error's text.
 
     Raises:
-        UsageError: torch knows no such device.
+        UsageError: torch has no such device.
     """
     if device is None:
         return None
@@ -642,10 +647,10 @@ def parse_device(device: DeviceLike, operation: str = "") -> torch.device | None
 
 
 def secret_of(key: bytes | str) -> bytes:
-    """The 64 bytes that stand for a user's key from here on.
+    """Derive 64 bytes from a user's key, which are used in its place from here on.
 
     Raises:
-        UsageError: it is neither bytes nor text, or too short to resist guessing.
+        UsageError: the key is neither bytes nor text, or is too short to resist guessing.
     """
     if not isinstance(key, (bytes, str)):
         raise UsageError(f"a key must be bytes or a string, not a {type(key).__name__}")
@@ -655,8 +660,8 @@ def secret_of(key: bytes | str) -> bytes:
     return hashlib.blake2b(raw, person=b"objcomm secret").digest()
 
 
-#: What an error answers to a name of another library: torch.distributed, mpi4py, accelerate,
-#: Horovod, SpeechBrain, Lightning, detectron2 and mmengine.
+#: The names that errors suggest for those of other libraries: torch.distributed, mpi4py,
+#: accelerate, Horovod, SpeechBrain, Lightning, detectron2 and mmengine.
 NAMES_ELSEWHERE = {
     "Allreduce": "all_reduce",
     "Barrier": "barrier",
@@ -714,7 +719,7 @@ NAMES_ELSEWHERE = {
     "waitall": "wait_all",
 }
 
-#: What an error answers to an operator of another library, in lower case.
+#: The operators that errors suggest for those of other libraries, which are in lower case.
 OPERATORS_ELSEWHERE = {
     "add": "sum",
     "average": "mean",
@@ -729,7 +734,7 @@ OPERATORS_ELSEWHERE = {
     "product": "prod",
 }
 
-#: What an error answers to a keyword of another library.
+#: The keywords that errors suggest for those of other libraries.
 KEYWORDS_ELSEWHERE = {
     "dest": "dst=",
     "group_dest": "group_dst=",

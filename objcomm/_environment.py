@@ -1,6 +1,6 @@
-"""Where this process runs: what a launcher's variables say of it, and which host the kernel names.
+"""Find out where this process runs, from a launcher's variables and from the kernel.
 
-Reads the environment and the kernel's files: knows no torch, and starts nothing.
+Reads the environment and the kernel's files. Does not use torch, and starts nothing.
 """
 
 import contextlib
@@ -17,40 +17,40 @@ from typing import NamedTuple
 
 from objcomm.errors import UsageError
 
-#: How a program is started on one host, for errors.
+#: A command that starts a program on one host, for errors.
 EXAMPLE = "torchrun --nproc-per-node=4 train.py"
 
-# How a launcher hands a variable to the ranks that it starts.
+# For each launcher, a command that passes a variable to the ranks.
 _WITH_ADDRESS = {
-    "torchrun": EXAMPLE,  # so nobody has run torchrun: it sets the address
+    "torchrun": EXAMPLE,  # torchrun sets the address, so torchrun was not used
     "Open MPI": "mpirun -x MASTER_ADDR=HOST ...",
     "PMI": "mpirun -genv MASTER_ADDR HOST ...",
     "SLURM": "MASTER_ADDR=HOST srun ...",
     "jsrun": "jsrun -E MASTER_ADDR=HOST ...",
 }
 
-_PORT = 29500  # torchrun's own
-_SLURM_PORTS = 15000  # the first of those that are derived from a job's number
+_PORT = 29500  # torchrun's default
+_SLURM_PORTS = 15000  # the first of the ports derived from a job's number
 _SLURM_PORT_COUNT = 10000
-_STEP_STRIDE = 1009  # keeps the steps of one job, and jobs of consecutive numbers, apart
+_STEP_STRIDE = 1009  # gives the steps of one job, and consecutive jobs, different ports
 _IS_INVENTED = 1 << 40  # the multicast bit, RFC 9562 section 6.10
 
-# Of Linux' netdevice(7): an address with the name of its interface.
+# From Linux' netdevice(7): an address and the name of its interface.
 _SIOCGIFCONF = 0x8912
 _IFREQ = struct.Struct("16s24s")
 _MOST_ADDRESSES = 1024
 
 
 class Placement(NamedTuple):
-    """Where one process of a job stands.
+    """The position of one process in a job.
 
     Attributes:
-        launcher: which launcher's variables say so.
-        rank: of this process.
+        launcher: the launcher whose variables were read.
+        rank: rank of this process.
         world_size: number of processes.
-        local_rank: among the processes on this host; None where no variable tells.
-        host: where rank 0 is; empty where no variable tells.
-        port: where the ranks meet on that host.
+        local_rank: rank among the processes on this host; None if no variable gives it.
+        host: the host of rank 0; empty if no variable gives it.
+        port: the port on that host where the ranks meet.
     """
 
     launcher: str
@@ -62,17 +62,21 @@ class Placement(NamedTuple):
 
     @property
     def named_by(self) -> str:
-        """What says how many ranks there are: torchrun sets an address, so this is not torchrun."""
+        """The name of the world size's source, for errors about a missing address.
+
+        Torchrun always sets an address; without one, something else has set its variables.
+        """
         return "WORLD_SIZE" if self.launcher == "torchrun" else self.launcher
 
 
 class Unjoined(NamedTuple):
-    """What a launcher says of a process that has not joined the others.
+    """What a launcher's variables say about a process that has not joined the other ranks.
 
     Attributes:
-        rank: of this process; 0 where nothing promises another rank, -1 where nothing tells.
+        rank: rank of this process: 0 if no variable says that there are others, -1 if unknown.
         world_size: number of processes.
-        promise: the variable that promises others, as ``WORLD_SIZE=4``; empty where none does.
+        promise: the variable that says that there are other ranks, such as ``WORLD_SIZE=4``; empty
+            if there is none.
     """
 
     rank: int
@@ -81,7 +85,7 @@ class Unjoined(NamedTuple):
 
 
 class _Names(NamedTuple):
-    """The variables of one launcher; of the world's sizes the first one that is set counts."""
+    """The variables of one launcher; the first of ``world_sizes`` that is set counts."""
 
     launcher: str
     rank: str
@@ -90,8 +94,9 @@ class _Names(NamedTuple):
     local_size: str
 
 
-# mpirun inside of a SLURM job starts one daemon on each host, and its ranks inherit the daemon's
-# SLURM variables; torchrun's ranks inherit everybody's. So SLURM is asked after them.
+# mpirun in a SLURM job starts one daemon on each host, and its ranks inherit the daemon's SLURM
+# variables; torchrun's ranks inherit those of any launcher. So SLURM comes after MPI, and torchrun
+# comes first.
 _LAUNCHERS = (
     _Names("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     _Names(
@@ -105,7 +110,7 @@ _LAUNCHERS = (
     _Names(
         "SLURM",
         "SLURM_PROCID",
-        # A shell that salloc opens has the allocation's SLURM_NTASKS, but is a step of one task.
+        # In a shell opened by salloc, SLURM_NTASKS is the allocation's, but the step has one task.
         ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         "SLURM_LOCALID",
         "SLURM_NTASKS_PER_NODE",
@@ -127,35 +132,36 @@ _SIZES = tuple(name.encode() for each in _LAUNCHERS for name in each.world_sizes
 
 
 def tells_no_size() -> bool:
-    """Whether no launcher has told this process how many ranks there are; asked by each call.
+    """Whether no launcher has set the number of ranks for this process.
 
-    That takes 4 µs, half as long as ``unjoined_in``: raw names need no decoding.
+    Every call asks this. It takes 4 µs, half as long as ``unjoined_in``, because raw names need no
+    decoding.
     """
-    environ = getattr(os, "environb", None)  # not on every system
+    environ = getattr(os, "environb", None)  # some systems lack it
     return environ is not None and not any(name in environ for name in _SIZES)
 
 
 def command_with_address(launcher: str) -> str:
-    """How to start a program so that its ranks know where rank 0 is."""
+    """Return a command that starts a program and tells its ranks the host of rank 0."""
     return _WITH_ADDRESS[launcher]
 
 
 def has_agent_store(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun keeps the store in which ranks meet, so that no rank shall make one."""
+    """Whether torchrun hosts the store in which ranks meet, so that no rank must create it."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def placement_in(environ: Mapping[str, str]) -> Placement | None:
-    """Read a launcher's variables; empty ones count as not set.
+    """Read a launcher's variables. Empty ones count as not set.
 
     Args:
-        environ: as ``os.environ``.
+        environ: a mapping like ``os.environ``.
 
     Returns:
-        The place; None if no launcher has set anything.
+        The placement; None if no launcher has set anything.
 
     Raises:
-        UsageError: a variable is missing, is no whole number, or does not fit to another one.
+        UsageError: a variable is missing, is not an integer, or contradicts another one.
     """
     found = {name: value.strip() for name, value in environ.items() if value.strip()}
     names = _launcher_in(found)
@@ -173,8 +179,8 @@ def placement_in(environ: Mapping[str, str]) -> Placement | None:
 
 
 def _promise_of(names: _Names, found: Mapping[str, str]) -> str:
-    """The variable of a launcher that promises other ranks where none says which this is."""
-    if names.launcher == "SLURM":  # which tells an allocation's size to its shell, too
+    """Return a launcher's variable that says that there are other ranks, if no rank is set."""
+    if names.launcher == "SLURM":  # it sets the size also in the shell of an allocation
         return ""
     size = names.world_sizes[0]
     if _number(found, size, 1) > 1:
@@ -183,10 +189,10 @@ def _promise_of(names: _Names, found: Mapping[str, str]) -> str:
 
 
 def unjoined_in(environ: Mapping[str, str]) -> Unjoined:
-    """Read only what every process may ask at any time; what can't be read promises nothing.
+    """Read a launcher's variables without raising errors; unreadable ones count as not set.
 
     Args:
-        environ: as ``os.environ``; empty variables count as not set.
+        environ: a mapping like ``os.environ``; empty variables count as not set.
     """
     names = _launcher_in(environ)
     sizes = _SIZES_WITHOUT_RANK if names is None else names.world_sizes
@@ -199,28 +205,28 @@ def unjoined_in(environ: Mapping[str, str]) -> Unjoined:
 
 
 def rank_in(environ: Mapping[str, str]) -> int | None:
-    """This process's rank in its job, as the first launcher says that says one.
+    """Return this process's rank in its job, from the first launcher that has set one.
 
     Args:
-        environ: as ``os.environ``; empty variables count as not set.
+        environ: a mapping like ``os.environ``; empty variables count as not set.
 
     Raises:
-        UsageError: what it says is no whole number.
+        UsageError: the variable is not an integer.
     """
     return _first(environ, [names.rank for names in _LAUNCHERS])
 
 
 def local_rank_in(environ: Mapping[str, str]) -> int | None:
-    """The same among the processes on this host."""
+    """Return this process's rank on its host, likewise."""
     return _first(environ, [names.local_rank for names in _LAUNCHERS])
 
 
 def has_own_core(ranks: int, environ: Mapping[str, str]) -> bool:
-    """Whether each rank of this host has a core of its own, by what launcher and system say.
+    """Whether each rank of this host has its own core, according to the launcher and the system.
 
     Args:
-        ranks: so many are known to be here; the launcher may have started more.
-        environ: as ``os.environ``.
+        ranks: number of ranks known to be on this host; the launcher may have started more.
+        environ: a mapping like ``os.environ``.
     """
     launched = max(_readable(environ, each.local_size, 0) for each in _LAUNCHERS)
     cores: float = os.cpu_count() or 1
@@ -238,7 +244,7 @@ def _first(environ: Mapping[str, str], names: Sequence[str]) -> int | None:
 
 
 def _launcher_in(environ: Mapping[str, str]) -> _Names | None:
-    """The first launcher that has given this process a rank."""
+    """Return the first launcher that has given this process a rank."""
     for names in _LAUNCHERS:
         if _text(environ, names.rank) and not (
             names.launcher == "SLURM" and _is_batch_script(environ)
@@ -248,7 +254,7 @@ def _launcher_in(environ: Mapping[str, str]) -> _Names | None:
 
 
 def _is_batch_script(environ: Mapping[str, str]) -> bool:
-    """Whether sbatch has started this process: one for the whole job, though it has a rank."""
+    """Whether sbatch started this process: there is one for the whole job, but it has a rank."""
     return bool(_text(environ, "SLURM_SUBMIT_DIR")) and not any(
         _text(environ, name) for name in _STEP_VARIABLES
     )
@@ -267,7 +273,7 @@ def _readable(environ: Mapping[str, str], name: str, default: int) -> int:
 
 def _place(names: _Names, found: Mapping[str, str]) -> Placement:
     rank = _number(found, names.rank)
-    # A batch script may export the world's size for all, and leave ranks to the launcher.
+    # A batch script may export the world size, and leave the ranks to the launcher.
     size_name = next((each for each in names.world_sizes if each in found), "WORLD_SIZE")
     if size_name not in found:
         raise UsageError(
@@ -294,7 +300,7 @@ def _local_rank(names: _Names, found: Mapping[str, str], world_size: int) -> int
 
 
 def _host(names: _Names, found: Mapping[str, str], world_size: int) -> str:
-    """Where rank 0 is, or an empty text."""
+    """Return the host of rank 0, or an empty string if unknown."""
     if "MASTER_ADDR" in found:
         return found["MASTER_ADDR"]
     if names.launcher != "torchrun":
@@ -319,16 +325,16 @@ def _port(found: Mapping[str, str]) -> int:
 
 
 def first_host(hosts: str, name: str) -> str:
-    """The first host of SLURM's short form, such as ``node003`` of ``node[003-005,9],login1``.
+    """Return the first host of a SLURM list: ``node003`` for ``node[003-005,9],login1``.
 
     Args:
         hosts: the list.
-        name: of the variable that has it, for the error.
+        name: the variable that contains it, for the error.
 
     Raises:
-        UsageError: it is no such list.
+        UsageError: it is not such a list.
     """
-    # A comma within brackets separates no hosts.
+    # A comma within brackets does not separate hosts.
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts)
     end = len(first[0]) if first else 0
     if first is None or hosts[end : end + 1] not in {"", ","}:
@@ -349,40 +355,39 @@ def _number(found: Mapping[str, str], name: str, default: int | None = None) -> 
 
 
 def machine() -> str:
-    """A name that two processes share only on one host.
+    """Return a name that two processes share only if they are on the same host.
 
-    Containers with different host names, network or shared memory count as different hosts, even
-    on one machine; so do machines that share a host name, because each start of a kernel has a
-    number of its own.
+    Containers with different host names, networks or shared memory count as different hosts, even
+    on one machine. So do machines with the same host name, because each boot has its own id.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         rooms = [namespace(each) for each in ("ipc", "net")]
-    except OSError:  # no Linux, or a sandbox
-        # Without a network card getnode() invents a number for each process, and says so.
+    except OSError:  # not Linux, or a sandbox
+        # Without a network card, getnode() returns a random number per process, marked as such.
         node = uuid.getnode()
         boot, rooms = "", [] if node & _IS_INVENTED else [node]
     return "/".join((socket.gethostname(), boot, *map(str, rooms)))
 
 
 def system() -> str:
-    """The operating system as Python names it: ``"linux"``, ``"darwin"`` for macOS."""
+    """Return Python's name of the operating system: ``"linux"``, ``"darwin"`` for macOS."""
     return sys.platform
 
 
 def namespace(kind: str) -> int:
-    """The number of this process's namespace of a kind, such as ``"net"``; Linux has them.
+    """Return the number of this process's Linux namespace of a kind, such as ``"net"``.
 
     Raises:
-        OSError: the system has none.
+        OSError: the system has no such namespaces.
     """
     return Path(f"/proc/self/ns/{kind}").stat().st_ino
 
 
 def interface_addresses() -> dict[str, list[str]]:
-    """This host's addresses by interface, IPv4 first as getifaddrs has them; on Linux only."""
-    import ctypes  # noqa: PLC0415  # few ask
-    import fcntl  # noqa: PLC0415  # Windows has none
+    """Return this host's addresses by interface, IPv4 first as in getifaddrs; on Linux only."""
+    import ctypes  # noqa: PLC0415  # rarely needed
+    import fcntl  # noqa: PLC0415  # absent on Windows
 
     found: dict[str, list[str]] = {}
     room = bytearray(_MOST_ADDRESSES * _IFREQ.size)

@@ -1,12 +1,13 @@
-"""The public names of ``objcomm`` itself, which has them from here as soon as it is asked for one.
+"""The public names of ``objcomm``, which it imports from here when the first one is used.
 
-So ``import objcomm`` alone imports no torch, and ``python -m objcomm --help`` need not wait for it.
+So ``import objcomm`` alone does not import torch, and ``python -m objcomm --help`` does not wait
+for it.
 """
 
 import gc
 
-# Once torch is imported, a collection of all its objects is nearly due. It would fall into this
-# import and take longer than the import, to find nothing: what an import makes is there to stay.
+# Importing torch creates so many objects that a full garbage collection is almost due. It would run
+# during this import, take longer than the import, and free nothing.
 _was_collecting = gc.isenabled()
 gc.disable()
 try:

@@ -1,10 +1,10 @@
-"""Torch's process groups: which one a call means, its ranks and its store, and how one is made.
+"""Torch's process groups: the group that a call means, its ranks and store, and its creation.
 
-Whatever of this torch has no public way to ask for stands here. ``dist.new_group`` asks every rank
-of the world to call it, in one order. With ``use_local_synchronization=True`` only members need
-to, but then torch names the group by its ranks and by how many groups this process has: members
-with different pasts wait for each other under different names, for as long as the limit. Here the
-members have agreed on a name before.
+All uses of torch's private API for this are here. ``dist.new_group`` must be called by every rank
+of the world, in the same order. With ``use_local_synchronization=True`` only members must call it,
+but torch then derives the group's name from its ranks and the number of groups that this process
+has. Members that have created different groups before wait for each other under different names
+until the timeout. Here, the members agree on a name beforehand.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
-from objcomm._config import GroupLike  # noqa: TC001  # who asks for a function's types finds it
+from objcomm._config import GroupLike  # noqa: TC001  # needed at run time by typing.get_type_hints
 from objcomm._environment import Unjoined, tells_no_size, unjoined_in
 from objcomm.errors import NotInGroupError, UsageError
 
@@ -28,35 +28,35 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
-#: A group's limit where its own can't be found: torch's default for Gloo.
+#: A group's timeout if its own can't be found: torch's default for Gloo.
 TIMEOUT_SECONDS = 1800.0
 
 
 def store_of(group: Any) -> Any:
-    """The store over which the members of a process group met; None if torch knows of none."""
+    """Return the store over which the members of a process group met; None if torch has none."""
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
     from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415  # absent in some builds
 
-    # Before torch 2.10 only its own record of each group has it.
+    # Before torch 2.10, only torch's internal record of each group has it.
     _, store = c10d._world.pg_map.get(group, (None, None))  # noqa: SLF001  # see above
     return store
 
 
 def bare(store: Any) -> Any:
-    """A store without the prefixes before its keys."""
+    """Return a store without its key prefixes."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
 
 
-#: The group of a rank that is outside: torch's own object, as programs compare it by ``is``. A
-#: torch without distributed has none. (None as ``group=`` means the world.)
+#: The group of a rank that is not a member. It is torch's own object, because programs compare it
+#: by ``is``; a torch without distributed has none. (None as ``group=`` means the world.)
 NOBODY: Any = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else -100
 
 
 def is_initialized() -> bool:
-    """Whether torch.distributed is there and ``init_process_group`` was called.
+    """Whether torch.distributed is available and ``init_process_group`` was called.
 
     Examples:
         >>> import objcomm
@@ -66,34 +66,34 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-#: What ``dist.GroupMember.WORLD`` asks, in three calls of Python.
+#: Read by ``dist.GroupMember.WORLD``, which takes three Python calls.
 _world: Any = dist.distributed_c10d._world if dist.is_available() else None  # noqa: SLF001  # see above
 
 
 def default_group() -> Any:
-    """The group of all ranks; None before ``init_process_group``, and where torch has none."""
+    """Return the group of all ranks; None before ``init_process_group`` and without distributed."""
     return None if _world is None else _world.default_pg
 
 
 def is_nobody(group: GroupLike) -> bool:
-    """Whether ``group=`` is what a rank outside of a group has in its place."""
+    """Whether ``group=`` is the value that a rank outside of a group has for it."""
     return group is NOBODY or (isinstance(group, int) and group == NOBODY)
 
 
 def is_world(process_group: Any) -> bool:
-    """Whether a process group is the one of all ranks."""
+    """Whether a process group is the world."""
     return process_group is dist.GroupMember.WORLD
 
 
 def process_group_of(group: GroupLike, operation: str = "") -> Any:
-    """Torch's own object for ``group=``, or None on a rank outside.
+    """Return torch's process group for ``group=``, or None on a rank outside of it.
 
     Args:
-        group: as the user gave it.
-        operation: what the user has called, for an error's text.
+        group: as the user passed it.
+        operation: the operation that the user called, for an error's text.
 
     Raises:
-        UsageError: it is a mesh of several dimensions, or no group at all.
+        UsageError: ``group`` is a mesh of several dimensions, or not a group.
     """
     if group is None:
         return dist.GroupMember.WORLD
@@ -116,16 +116,16 @@ def process_group_of(group: GroupLike, operation: str = "") -> Any:
 
 
 def _said_by(operation: str) -> str:
-    """How an error's text begins."""
+    """Return the beginning of an error's text."""
     return f"{operation}: " if operation else ""
 
 
 def refuse_worker(operation: str, rank: int) -> None:
-    """Let no worker of a DataLoader take itself for a rank.
+    """Raise an error in a DataLoader worker, which is not a rank.
 
     Args:
-        operation: what the user has called.
-        rank: global, of the process that the worker works for; -1 where nothing tells.
+        operation: the operation that the user called.
+        rank: global rank of the process that the worker belongs to; -1 if unknown.
 
     Raises:
         UsageError: this process is a worker.
@@ -141,7 +141,7 @@ def refuse_worker(operation: str, rank: int) -> None:
 
 
 class _Inheritance:
-    """The world that this process was forked with, if it was: its connections are the parent's.
+    """Remembers the world that a forked process inherited, whose connections are the parent's.
 
     Attributes:
         forks: how many forks led from the first process that imported objcomm to this one.
@@ -159,28 +159,29 @@ class _Inheritance:
         self._world = _nobody if world is None else weakref.ref(world)
 
     def has(self, world: Any) -> bool:
-        """Whether a process group of all ranks was made before this process was forked."""
+        """Whether a world was created before this process was forked."""
         return world is not None and self._world() is world
 
 
 def _nobody() -> None:
-    """In place of a reference."""
+    """Return None, like a dead weak reference."""
 
 
 inheritance = _Inheritance()
 
 
 def group_for_call(group: GroupLike, operation: str = "") -> Any:
-    """The process group on which a call with this ``group=`` is made; None for a world of one.
+    """Return the process group for a call with this ``group=``; None for a world of one.
 
     Args:
-        group: as the user gave it.
-        operation: what the user has called, for an error's text.
+        group: as the user passed it.
+        operation: the operation that the user called, for an error's text.
 
     Raises:
-        UsageError: the environment promises other ranks, but nothing is initialised; or it is a
-            mesh of several dimensions, or no group at all.
-        NotInGroupError: this rank is no member.
+        UsageError: a launcher has started other ranks, or ``group`` was given, but
+            torch.distributed is not initialized; or ``group`` is a mesh of several dimensions, or
+            not a group.
+        NotInGroupError: this rank is not a member of the group.
     """
     said_by = _said_by(operation)
     if not is_initialized():
@@ -212,12 +213,12 @@ def group_for_call(group: GroupLike, operation: str = "") -> Any:
 
 
 def ranks_of(process_group: Any) -> tuple[int, ...]:
-    """The global ranks of a group's members, in the group's order."""
+    """Return the global ranks of a group's members, in group rank order."""
     return tuple(dist.get_process_group_ranks(process_group))
 
 
 def timeout_of(process_group: Any) -> float:
-    """A group's own time limit, in seconds."""
+    """Return a group's own timeout, in seconds."""
     for device in process_group._device_types:  # noqa: SLF001  # torch has no public way to ask
         backend = process_group._get_backend(device)  # noqa: SLF001  # likewise
         timeout = getattr(getattr(backend, "options", None), "_timeout", None)
@@ -226,19 +227,20 @@ def timeout_of(process_group: Any) -> float:
     return TIMEOUT_SECONDS
 
 
-#: Backends whose ranks may be no processes, or none that have a store in common.
+#: Backends whose ranks may not be processes, or may not share a store.
 _UNREACHABLE = {"fake", "mpi", "threaded"}
-#: Stores by the names of their classes; a bare one stands where there is none, and torch 2.15 has a
+#: Stores by class name. Torch uses a plain ``Store`` where there is none, and 2.15 has a
 #: ``FakeStore``.
 _STORES_OF_ONE_PROCESS = {"FakeStore", "HashStore", "Store"}
 
 
 def is_reachable(group: GroupLike) -> bool:
-    """Whether objcomm can join the ranks of ``group=``; the same answer on each of them.
+    """Whether objcomm can connect the ranks of ``group=``; the same answer on every rank.
 
-    Its ranks meet in the group's store, so they must be processes that share one. True where
-    nothing has to be joined: on a rank outside, and for a world of one. False for what is no group,
-    and for one that torch's own code has made without ``new_group``, with a world or without.
+    Ranks meet in the group's store, so they must be processes that share one. True if there is
+    nothing to connect: on a rank outside of the group, and in a world of one. False for anything
+    that is not a group, and for a group that torch's own code created without ``new_group``,
+    whether there is a world or not.
     """
     if not is_initialized():
         return group is None
@@ -258,21 +260,21 @@ def is_reachable(group: GroupLike) -> bool:
 
 
 def _not_joined(group: GroupLike) -> Unjoined:
-    """What is known of this rank where torch.distributed is not initialised."""
+    """Return what is known of this rank while torch.distributed is not initialized."""
     if group is None:
         return unjoined_in(os.environ)
     return Unjoined(-1, -1, "") if is_nobody(group) else Unjoined(0, 1, "")
 
 
 def rank(group: GroupLike = None) -> int:
-    """This process's rank within ``group``; 0 in a world of one, -1 outside the group.
+    """Return this process's rank within ``group``: 0 in a world of one, -1 outside the group.
 
     Never raises and never communicates, so a logging filter may call it anywhere. Before the ranks
-    have joined, a launcher's variables tell, those that ``objcomm.init`` reads; -1 if they promise
-    other ranks and do not say which one this is.
+    have joined, the rank comes from the launcher's variables that ``objcomm.init`` reads; it is -1
+    if they say that there are other ranks but not which rank this is.
 
     Args:
-        group: a process group, a one-dimensional device mesh, or None for the world.
+        group: a process group or a one-dimensional device mesh; defaults to the world.
 
     Examples:
         >>> import objcomm
@@ -286,13 +288,13 @@ def rank(group: GroupLike = None) -> int:
 
 
 def world_size(group: GroupLike = None) -> int:
-    """Number of ranks in ``group``; 1 in a world of one, -1 outside the group.
+    """Return the number of ranks in ``group``: 1 in a world of one, -1 outside the group.
 
-    Never raises and never communicates. Before the ranks have joined, a launcher's variables tell,
-    as in ``rank``.
+    Never raises and never communicates. Before the ranks have joined, the number comes from the
+    launcher's variables, as in ``rank``.
 
     Args:
-        group: a process group, a one-dimensional device mesh, or None for the world.
+        group: a process group or a one-dimensional device mesh; defaults to the world.
 
     Examples:
         >>> import objcomm
@@ -305,8 +307,8 @@ def world_size(group: GroupLike = None) -> int:
         return -1
 
 
-# All members are here, and only have to connect: one that dies now must not hold the others for
-# as long as a call.
+# All members have arrived and only need to connect. If one dies now, the others must not wait for
+# the timeout of a call.
 CONNECT_MAX = timedelta(seconds=60)
 
 
@@ -320,18 +322,18 @@ def create(
     purpose: str,
     store: Any,
 ) -> Any:
-    """Make a process group with the backend of ``parent``; every one of ``ranks`` must call this.
+    """Create a process group with the backend of ``parent``; all of ``ranks`` must call this.
 
-    It may block in C++ up to the limit.
+    It may block in C++ for up to ``limit``.
 
     Args:
-        parent: where its members come from.
-        name: the same on all members, and no other group's.
+        parent: the group that its members belong to.
+        name: the same on all members, and different from every other group's.
         ranks: global ranks, in the order of the new group.
         limit: how long to wait for the connections.
-        timeout: the new group's own time limit.
-        purpose: what torch's log says that it is for.
-        store: a connection to the world's store that nobody else uses meanwhile.
+        timeout: the new group's own timeout.
+        purpose: the purpose of the group, for torch's log.
+        store: a connection to the world's store that nothing else uses meanwhile.
 
     Raises:
         RuntimeError: a connection failed.
@@ -365,18 +367,18 @@ def create(
     return group
 
 
-# How a backend's time limit is changed, where it can be: XCCL, and others, could not before torch
-# 2.12 (https://github.com/intel/torch-xpu-ops/issues/3101).
+# Methods that change a backend's timeout. XCCL and others had none before torch 2.12
+# (https://github.com/intel/torch-xpu-ops/issues/3101).
 _SETTERS = ("_set_default_timeout", "set_timeout")
 
 
 def has_gloo(group: Any) -> bool:
-    """Whether a process group uses Gloo, for any type of device."""
+    """Whether a process group uses Gloo for any type of device."""
     return str(dist.Backend.GLOO) in str(dist.get_backend_config(group))
 
 
 def is_alive(group: Any) -> bool:
-    """Whether torch knows a process group: it was not destroyed."""
+    """Whether torch still knows a process group, which it does until it is destroyed."""
     try:
         dist.get_backend(group)
     except ValueError:
@@ -385,35 +387,36 @@ def is_alive(group: Any) -> bool:
 
 
 def is_bound(group: Any) -> bool:
-    """Whether a process group was told its device when it was made, as by ``device_id=``."""
+    """Whether a process group was bound to a device when it was created, as by ``device_id=``."""
     return _binding.of(group) is not None
 
 
 class _Binding:
-    """Hides from torch that the world is bound to a device, while any thread makes a group.
+    """Hides from torch that the world is bound to a device while any thread creates a group.
 
-    Torch would split the world's NCCL communicator for the new group, which every rank of the
-    world would have to join. A communicator of the group's own is made at its first use instead.
+    Otherwise torch would split the world's NCCL communicator for the new group, and every rank of
+    the world would have to participate. With this, torch creates a separate communicator at the
+    group's first use.
     """
 
     def __init__(self) -> None:
-        # Not held while a thread connects: two that wait for different ranks must not wait for
+        # Not held while a thread connects: threads that wait for different ranks must not wait for
         # each other.
         self._lock = threading.RLock()
         self._hiding = 0
         self._device: torch.device | None = None
 
     def of(self, group: Any) -> torch.device | None:
-        """A group's device, hidden or not; None where there is none."""
+        """Return a group's device, hidden or not; None if there is none."""
         with self._lock:
             is_hidden = self._hiding > 0 and group is dist.GroupMember.WORLD
             return self._device if is_hidden else getattr(group, "bound_device_id", None)
 
     @contextlib.contextmanager
     def hidden(self, world: Any) -> Iterator[torch.device | None]:
-        """Hide it in this block, which gets it."""
+        """Hide the device during this block, and yield it."""
         with self._lock:
-            self._hiding += 1  # first: a handler that hides it meanwhile finds it hidden
+            self._hiding += 1  # first, for a signal handler that interrupts this
             if self._hiding == 1:
                 self._device = world.bound_device_id
                 world.bound_device_id = None

@@ -1,6 +1,6 @@
-"""What a codec of one's own is made of, and how it is registered.
+"""Define and register a codec.
 
-``objcomm.register`` teaches the codecs that there are another class.
+To make the existing codecs support another class, use ``objcomm.register``.
 """
 
 from objcomm._codecs.base import Codec, Encoded, register_codec

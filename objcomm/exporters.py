@@ -1,4 +1,4 @@
-"""What ``objcomm.stats`` has counted, for programs that collect and show figures."""
+"""Export the counters of ``objcomm.stats`` to monitoring tools."""
 
 from objcomm._observe.published import publish
 from objcomm._observe.stats import stats_to_prometheus, stats_to_tensorboard

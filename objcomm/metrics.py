@@ -1,6 +1,6 @@
-"""What the ranks have counted and measured, together: averages, and each rank's own.
+"""Gather the ranks' results, or average their metrics.
 
-``objcomm.gather_scalar`` and ``objcomm.reduce_and_broadcast`` stand at the top.
+``objcomm.gather_scalar`` and ``objcomm.reduce_and_broadcast`` are in ``objcomm`` itself.
 """
 
 from objcomm._observe.published import publish

@@ -1,4 +1,4 @@
-"""The same model on all ranks: shared, averaged, compared, and wrapped."""
+"""Keep a model the same on all ranks: broadcast it, average it, synchronize it, or wrap it."""
 
 from objcomm._observe.published import publish
 from objcomm._training.model import (

@@ -1,4 +1,4 @@
-"""The last calls of this rank, written down for ``python -m objcomm inspect``."""
+"""Write this rank's last calls to a file for ``python -m objcomm inspect``."""
 
 from objcomm._observe.published import publish
 from objcomm._observe.recorder import dump

@@ -1,9 +1,9 @@
-"""``python -m objcomm.run train.py``: runs a program with torch's object collectives replaced.
+"""``python -m objcomm.run train.py``: run a program with torch's object collectives replaced.
 
-Puts a folder with a ``sitecustomize`` into ``PYTHONPATH``, and becomes the Python that runs the
-program; there that module has them replaced when torch is imported. So Python itself runs the
-program, and whatever Python the program starts is reached, too. Knows command lines and the
-environment; what is replaced, and what is told of it, ``compat.program`` knows.
+Puts a folder with a ``sitecustomize`` into ``PYTHONPATH``, and then replaces itself with the Python
+that runs the program. There, ``sitecustomize`` replaces the functions when torch is imported. This
+also works in every Python process that the program starts. Knows command lines and the environment;
+``compat.program`` knows what to replace and what to report.
 """
 
 import argparse
@@ -30,11 +30,11 @@ tracebacks, and the processes that it starts. Each rank is started this way:
 
 
 def main(argv: Sequence[str] | None = None, typed: str = f"python -m {_NAME}") -> NoReturn:
-    """Run the program that this process's command line names, in this process's place.
+    """Replace this process with the program that its command line names.
 
     Args:
-        argv: what stands behind ``objcomm run``; None for ``python -m objcomm.run``.
-        typed: by which words the user has called this.
+        argv: the arguments after ``objcomm run``; None for ``python -m objcomm.run``.
+        typed: the command that the user typed.
     """
     program, has_report = _parsed(sys.argv[1:] if argv is None else argv, typed)
     before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv[1:])]
@@ -49,9 +49,9 @@ def main(argv: Sequence[str] | None = None, typed: str = f"python -m {_NAME}") -
 
 
 def _parsed(argv: Sequence[str], typed: str) -> tuple[Sequence[str], bool]:
-    """The program's part of the command line, as Python takes it, and whether a report is asked.
+    """Return the program's part of the command line, and whether a report is requested.
 
-    Whatever stands behind the script or ``-m`` is the program's, options included.
+    Everything after the script or ``-m`` belongs to the program, options included.
     """
     parser = argparse.ArgumentParser(
         prog=typed,
@@ -91,7 +91,7 @@ def _parsed(argv: Sequence[str], typed: str) -> tuple[Sequence[str], bool]:
 
 
 def _interpreter_options(before: Sequence[str], name: str = _NAME) -> list[str]:
-    """Python's own options, of what stands before the arguments of ``-m`` and this name."""
+    """Return Python's own options from the arguments up to and including ``-m`` and this name."""
     *options, last = before
     if last == name:
         last = options.pop()  # "-m", or several letters of which that is the last

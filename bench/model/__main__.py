@@ -1,7 +1,7 @@
 """The command line: ``python -m bench.model --json FILE`` counts, measures and models.
 
-``python -m bench.model report FILE -o PAGE`` renders what ``--json`` wrote. ``python -m bench.model
-check --ranks N --per-host N`` only holds the model against what real ranks send.
+``python -m bench.model report FILE -o PAGE`` renders the output of ``--json``. ``python -m
+bench.model check --ranks N --per-host N`` only compares the model with the messages of real ranks.
 """
 
 import argparse
@@ -22,24 +22,24 @@ from bench.model.results import Modelled, Results
 from bench.model.torch_operations import TORCH_OPERATIONS, run_torch
 from bench.model.world import Machine, World
 
-_LAYOUTS = ((8, 8), (16, 16), (64, 64), (64, 8))  # of real runs: ranks, and ranks of a host
+_LAYOUTS = ((8, 8), (16, 16), (64, 64), (64, 8))  # of real runs: ranks, and ranks per host
 _SAMPLES = 8
 _IN_A_ROW = 8
 _SIZES = (8, 64, 512, 4096)
 _PER_HOST = 8
-# Where every rank reads what every rank sent, Python reads millions of headers.
+# In these, every rank reads a header from every rank: millions of headers in Python.
 _LARGEST = {"all_gather": 512, "all_to_all": 512}
-# A ring's steps are as many as there are ranks, for each of them.
+# In a ring, each rank takes as many steps as there are ranks.
 _LARGEST_OF_TORCH = {"gather": 512, "all_gather": 512}
 _FREE = Costs(0.0, 0.0, 0.0, 0.0)
-# Assumed: Unix sockets within a host; a network of 25 Gbit/s, and TCP.
+# Assumed: Unix sockets within a host, and TCP over a network of 25 Gbit/s between hosts.
 _NETWORK = Machine(cores=0, near_seconds=10e-6, near_rate=4e9, far_seconds=30e-6, far_rate=25e9 / 8)
-_STORE_SECONDS = 10e-6  # assumed, too: for each request
+_STORE_SECONDS = 10e-6  # per request, also assumed
 _RUNS = {"objcomm": run, "torch": run_torch}
 
 
 def main(arguments: list[str]) -> int:
-    """Run one command; its exit status is 1 where the model sends what real ranks do not."""
+    """Run one command; return 1 if the model and real ranks send different messages."""
     if arguments[:1] == ["report"]:
         return page.main(arguments[1:])
     parser = argparse.ArgumentParser(prog="python -m bench.model", description=__doc__)
@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
         parser.add_argument("--json", type=Path, required=True, help="write the figures here")
         options = parser.parse_args(arguments)
         load = f"{os.getloadavg()[0]:.1f}"
-        # Ranks are forked, so no thread of the model may live on between the runs.
+        # Ranks are forked, so no thread of the model may be alive before the last real run.
         real_runs = [_counted(*layout, samples=_SAMPLES) for layout in _LAYOUTS]
         about = machine.about(mpi=False) | {"load": load}
         found = Results(about, real_runs[0].object_nbytes, _NETWORK)
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _counted(size: int, per_host: int, *, samples: int) -> Results:
-    """Real ranks, held against the model."""
+    """Run real ranks, and compare their messages with the model's."""
     found = Results()
     with tempfile.TemporaryDirectory() as folder:
         rows, met, sends = real.count(
@@ -88,7 +88,7 @@ def _counted(size: int, per_host: int, *, samples: int) -> Results:
 
 
 def _model(found: Results) -> None:
-    """All of the model, with what messages cost by the real runs."""
+    """Run the model, with the costs of messages fitted to the real runs."""
     for peer, run_it in _RUNS.items():
         taken = [
             (
@@ -119,7 +119,7 @@ def _model(found: Results) -> None:
         print(found.met[-1], flush=True)
 
 
-def _add(  # noqa: PLR0917  # each is of another kind
+def _add(  # noqa: PLR0917  # each has a different type
     found: Results, peer: str, operation: str, size: int, per_host: int, told: Machine
 ) -> None:
     outcome = _RUNS[peer](

@@ -1,7 +1,6 @@
-"""What messages cost a rank's processor, out of what real ranks have taken.
+"""Estimate the processor time of messages from the times of real ranks.
 
-Least squares of the shares by which each figure is missed, so that small calls count as much as
-large ones.
+Minimizes the sum of squares of relative errors, so that small calls count as much as large ones.
 """
 
 import statistics
@@ -16,12 +15,12 @@ from bench.model.world import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The costs that tell best what calls have taken.
+    """The costs that best explain the times of calls.
 
     Attributes:
-        costs: a message is as dear to who sends it as to who receives it.
-        half: of half of the calls what they took is within this factor of what the costs say.
-        worst: so it is of all of them.
+        costs: the costs; sending a message costs as much as receiving it.
+        half: the factor within which half of the calls agree with the costs.
+        worst: the factor within which all calls do.
     """
 
     costs: Costs
@@ -30,11 +29,11 @@ class Fit:
 
 
 def fitted(taken: Sequence[tuple[float, Outcome]]) -> Fit:
-    """The costs of calls.
+    """Fit the costs to measured calls.
 
     Args:
-        taken: of each call a rank's processor seconds, the mean of all ranks, and what the model
-            counts for it.
+        taken: for each call, the processor seconds of a rank (the mean over all ranks), and the
+            model's counts.
     """
     rows = np.array([[1.0, each.mean_messages, each.mean_opened] for _, each in taken])
     seconds = np.array([busy for busy, _ in taken])
@@ -45,7 +44,7 @@ def fitted(taken: Sequence[tuple[float, Outcome]]) -> Fit:
         )
         if all(found >= 0):
             break
-        del chosen[int(np.argmin(found))]  # nothing costs less than nothing
+        del chosen[int(np.argmin(found))]  # costs can't be negative
     call, message, opened = (
         float(found[chosen.index(at)]) if at in chosen else 0.0 for at in range(3)
     )

@@ -1,4 +1,4 @@
-"""A link of the package's whose messages move in the model's time only."""
+"""An implementation of the package's link whose messages move only in simulated time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ class Costs:
     """Processor time of one rank, in seconds.
 
     Attributes:
-        call: of a call, but for its messages.
-        send: of each message sent.
-        recv: of each message received.
-        open: of each object that is read out of a message, which may hold many.
+        call: for a call, without its messages.
+        send: for each message sent.
+        recv: for each message received.
+        open: for each object read out of a message, which may contain many.
     """
 
     call: float
@@ -29,35 +29,35 @@ class Costs:
 
 
 class ModelLink:
-    """See ``objcomm._transport.link.Link``; nothing is handed over in memory."""
+    """See ``objcomm._transport.link.Link``; does not share memory."""
 
     kind = "model"
     is_interruptible = True
     ahead = 4
 
     def __init__(self, world: World, rank: int, costs: Costs) -> None:
-        """Begin.
+        """Create the link.
 
         Args:
-            world: joins the ranks.
-            rank: this one.
-            costs: of its messages.
+            world: connects the ranks.
+            rank: this rank.
+            costs: the costs of its messages.
         """
         self.rank = rank
         self.size = world.size
         self.hosts = world.hosts
-        self.head_max_nbytes = WINDOW_NBYTES  # what is larger is not modelled
-        self.needs_last_byte_apart = False  # as that of streams
+        self.head_max_nbytes = WINDOW_NBYTES  # larger messages are not modeled
+        self.needs_last_byte_apart = False  # as with streams
         self._expected: dict[tuple[int, int], Receive] = {}
         self._world = world
         self._costs = costs
 
-    def sharing_with(self, peer: int) -> Sharing | None:  # noqa: ARG002  # nobody
+    def sharing_with(self, peer: int) -> Sharing | None:  # noqa: ARG002  # with no peer
         """See ``Link``."""
         return None
 
     def send(self, flat: Memory, peer: int, tag: int) -> Pending:
-        """See ``Link``; it has left at once."""
+        """See ``Link``; completes immediately."""
         self._world.spend(self.rank, self._costs.send)
         content = flat.numpy().tobytes() if isinstance(flat, torch.Tensor) else bytes(flat)
         self._world.send(self.rank, peer, tag, len(content), content)
@@ -86,24 +86,24 @@ class ModelLink:
         self._world.spend(self.rank, self._costs.recv)
         return bytes(content)
 
-    def has_come(self, peer: int, tag: int) -> bool:  # noqa: ARG002  # nobody looks
+    def has_come(self, peer: int, tag: int) -> bool:  # noqa: ARG002  # unused
         """See ``Link``."""
         return False
 
-    def came_late(self, peer: int, tag: int) -> bool:  # noqa: ARG002  # nothing does
+    def came_late(self, peer: int, tag: int) -> bool:  # noqa: ARG002  # no message is late
         """See ``Link``."""
         return False
 
     def wait_apart(self, wait: Callable[[], None]) -> None:
-        """See ``Link``; nothing can be stuck."""
+        """See ``Link``; nothing can hang."""
         wait()
 
     def move(self, *, is_awaited: bool = True) -> None:
-        """It moves by itself."""
+        """Do nothing: messages move on their own."""
 
     def is_interrupted(self) -> bool:
         """See ``Link``."""
         return False
 
     def abort(self) -> None:
-        """Nobody does."""
+        """Do nothing: it is never called."""

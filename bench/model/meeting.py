@@ -1,7 +1,7 @@
-"""How ranks meet in a store before they connect: the functions of the package, in the model.
+"""Model how ranks meet in a store before they connect, with the functions of the package.
 
-The store answers one request after another, as torch's ``TCPStore`` does. Connecting itself is not
-modelled, nor are the host's look-ups of names.
+The store answers one request after another, like torch's ``TCPStore``. The connections themselves
+and the host's name lookups are not modeled.
 """
 
 import contextlib
@@ -14,22 +14,22 @@ from unittest import mock
 from bench.model.world import World
 from objcomm._transport import rendezvous
 
-# What a store can do its own process knows.
+# This query is answered in the client's own process.
 _ASKS_NOBODY = "has_extended_api"
 
 
 def meet(store: Any, rank: int, size: int) -> None:
-    """One rank's part: until all have met, and nothing of it is left in the store."""
+    """Run one rank's part: meet all ranks, then remove its keys from the store."""
     progress = rendezvous.MeetingState(rank, tuple(range(size)))
     rendezvous.meet(store, rank, size, progress)
     rendezvous.forget(store, progress.nonce, size, ())
 
 
 class CountingStore:
-    """A store that counts what is asked of it.
+    """A store that counts the requests to it.
 
     Attributes:
-        asked: how often.
+        asked: number of requests.
     """
 
     def __init__(self, store: Any) -> None:
@@ -37,7 +37,7 @@ class CountingStore:
         self._store = store
 
     def __getattr__(self, operation: str) -> Callable[..., Any]:
-        """The store's operation of that name."""
+        """Return the store's operation of that name, and count it."""
         self.asked += operation != _ASKS_NOBODY
         method: Callable[..., Any] = getattr(self._store, operation)
         return method
@@ -45,14 +45,14 @@ class CountingStore:
 
 @contextlib.contextmanager
 def bare_stores() -> Iterator[None]:
-    """Let stores that are not torch's be met in: no prefix is put before their keys."""
+    """Make ``rendezvous`` work with stores other than torch's, by adding no prefix to keys."""
     bare = SimpleNamespace(PrefixStore=lambda _, store: store)
     with mock.patch.object(rendezvous, "dist", bare):
         yield
 
 
 class _ModelStore:
-    """What one rank sees of the store."""
+    """One rank's client of the store."""
 
     def __init__(self, world: World, rank: int, content: dict[str, bytes], seconds: float) -> None:
         self._world = world
@@ -65,7 +65,7 @@ class _ModelStore:
         self._content[key] = value.encode()
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Only to read; see ``objcomm._transport.store.read``."""
+        """Supports only reading; see ``objcomm._transport.store.read``."""
         if expected != desired:
             raise NotImplementedError
         self._ask()
@@ -98,10 +98,10 @@ class _ModelStore:
 
 
 def meet_in_model(world: World, store_seconds: float) -> dict[str, bytes]:
-    """Let all ranks of a world meet, which come at the same time.
+    """Make all ranks of a world meet; all arrive at the same time.
 
     Args:
-        world: theirs; afterwards its clocks and ``asked`` tell what it took.
+        world: the ranks' world; afterwards its clocks and ``asked`` have the cost.
         store_seconds: how long a request keeps the store's host busy.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What objcomm does, run over the model: the routes of the package as they are."""
+"""Run objcomm's operations over the model, with the unchanged routes of the package."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -22,11 +22,11 @@ from objcomm._wire.message import Message, compose
 if TYPE_CHECKING:
     from objcomm._calls.call import Call
 
-_REAL_SECONDS = 3600.0  # the model's own; what it tells of is another time
+_REAL_SECONDS = 3600.0  # a timeout in real time; simulated time is independent of it
 
 
 class _PricedGate(Gate):
-    """Reads each header as the package does, and lets that take time."""
+    """Reads each header as the package does, and adds the simulated time for it."""
 
     def __init__(self, world: World, rank: int, seconds: float) -> None:
         super().__init__(Settings(max_nbytes=1 << 40), "a model", rank)
@@ -42,7 +42,7 @@ class _PricedGate(Gate):
 
 
 class _ReducingCall:
-    """What a reduction asks of its call; every object and each combination is the same."""
+    """The parts of a call that a reduction uses; every object and each result is the same."""
 
     def __init__(self, exchange: Exchange, mine: Message) -> None:
         self.exchange = exchange
@@ -53,7 +53,7 @@ class _ReducingCall:
         self._mine = mine
 
     def message(self, obj: Any, make: Callable[[Any], object] | None = None) -> Message:
-        """As long as any."""
+        """Compose a message of the same length as any other."""
         if make is not None:
             make(obj)
         return compose(self.exchange.header, bytes(self._mine.body))
@@ -63,7 +63,7 @@ class _ReducingCall:
         return compose(self.exchange.header, b"", status=status)
 
     def failures(self, messages: Sequence[Message]) -> None:
-        """Nobody fails."""
+        """Return None: no rank fails."""
 
     def copy(self, obj: object) -> object:
         """See ``Call``."""
@@ -75,7 +75,7 @@ class _ReducingCall:
 
 
 def _reduced(exchange: Exchange, mine: Message, root: int | None) -> object:
-    """A reduction of objects, as by an operator of the user's that gives one of the same length."""
+    """Reduce objects with a user's operator whose result has the same length as its operands."""
     call = cast("Call", _ReducingCall(exchange, mine))
     operator = Operator("the first", combine=_first)
     return Folding(call, operator, mine.body, root).run(exchange)
@@ -85,7 +85,7 @@ def _first(left: Any, _right: Any) -> Any:
     return left
 
 
-#: By name, what a rank does with its message; rank 0 is the root.
+#: For each operation, what a rank does with its message; rank 0 is the root.
 OPERATIONS: dict[str, tuple[Operation, int, Callable[[Exchange, Message], object]]] = {
     "barrier": (Operation.BARRIER, -1, routes.all_meet),
     "broadcast": (
@@ -115,14 +115,14 @@ OPERATIONS: dict[str, tuple[Operation, int, Callable[[Exchange, Message], object
 def run(
     operation: str, hosts: Sequence[int], nbytes: int, machine: Machine, costs: Costs
 ) -> Outcome:
-    """One call of an operation on every rank, all of which call at the same time.
+    """Run one call of an operation on every rank; all ranks call at the same time.
 
     Args:
-        operation: of ``OPERATIONS``.
-        hosts: of each rank, as a number.
-        nbytes: of each rank's object, as the codec writes it.
-        machine: what the hosts are like.
-        costs: of a rank's processor.
+        operation: a name in ``OPERATIONS``.
+        hosts: the host of each rank, as a number.
+        nbytes: the encoded size of each rank's object.
+        machine: the properties of the hosts.
+        costs: the costs on a rank's processor.
     """
     number, root, body = OPERATIONS[operation]
     world = World(hosts, machine)

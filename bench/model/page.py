@@ -1,4 +1,4 @@
-"""From the figures to ``docs/guide/scale.md`` and its pictures."""
+"""Render the figures as ``docs/guide/scale.md`` and its pictures."""
 
 import argparse
 import math
@@ -167,7 +167,7 @@ python -m bench.model report docs/scale.jsonl -o docs/guide/scale.md
 
 
 def main(arguments: list[str]) -> int:
-    """Write the page and its pictures; the exit status is always 0."""
+    """Write the page and its pictures. The exit status is always 0."""
     parser = argparse.ArgumentParser(prog="python -m bench.model report", description=__doc__)
     parser.add_argument("file", type=Path, help="what --json wrote")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the page")
@@ -180,7 +180,7 @@ def main(arguments: list[str]) -> int:
 
 
 def page(results: Results) -> str:
-    """The whole page, as Markdown."""
+    """Return the whole page, as Markdown."""
     ours = [each for each in results.counted if each.peer == _OBJCOMM]
     facts = {
         "size": max(each.size for each in ours),
@@ -309,7 +309,7 @@ def _times(results: Results) -> str:
 
 
 def _verdict(results: Results) -> str:
-    """Ours beside torch's, at the largest size that both have."""
+    """Compare with torch at the largest size that both have."""
     told = []
     for operation in _CALLS:
         ours, theirs = (results.of(peer, operation, 0) for peer in (_OBJCOMM, _TORCH))
@@ -362,7 +362,7 @@ def _busiest(results: Results) -> str:
     return table(head, rows)
 
 
-# In units of the picture, which is as wide as a telephone's page, nearly.
+# In units of the picture, which is nearly as wide as a page on a phone.
 _WIDTH = 420
 _PANEL_WIDTH, _PANEL_HEIGHT = 150, 116
 _LEFT, _TOP = 38, 66
@@ -373,7 +373,7 @@ _DECADES = (-4, 0)  # of seconds
 
 
 def pictures(results: Results) -> dict[str, str]:
-    """By name, the milliseconds of each call by the number of ranks: both axes logarithmic."""
+    """Draw the milliseconds of each call by number of ranks, on logarithmic axes; SVG by name."""
     return {
         f"scale-{scheme}.svg": "\n".join(_picture(results, colours)) + "\n"
         for scheme, colours in PALETTES.items()

@@ -1,7 +1,7 @@
-"""The same operations on real ranks of this machine: their messages counted, their time taken.
+"""Run the same operations on real ranks on this machine, and count their messages and time.
 
-The ranks are forked from this process. Where they are to be on several hosts they are told so, and
-talk over TCP as if it were true; the network between them is the loopback device.
+The ranks are forked from this process. For layouts with several hosts, the ranks are told that they
+are on different hosts and use TCP between them; the network is the loopback device.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from objcomm._transport.streams import StreamLink
 from objcomm._wire.header import HEADER_NBYTES
 
 _TIMEOUT = timedelta(minutes=5)
-#: What every rank shares; the rows and the model have the length that it has on the wire.
+#: The object that every rank sends; the rows and the model use its encoded size.
 OBJECT = {"rank": "any", "correct": 1797, "loss": 0.25, "split": "test", "notes": "x" * 150}
 
 Call = Callable[[], object]
@@ -37,21 +37,22 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """One operation on real ranks, a later call than the first.
+    """One operation on real ranks, after the first call.
 
     Attributes:
         peer: ``"objcomm"`` or ``"torch"``.
         operation: its name.
         size: number of ranks.
-        per_host: ranks of a host.
-        nbytes: of each rank's object, as the codec wrote it.
-        seconds: of the slowest rank, per call of some in a row; the median.
-        processor_seconds: of a rank, per call; the mean of all.
-        messages: of the busiest rank, sent and received; 0 for torch, whose nobody counts.
-        sent_nbytes: of all ranks together; likewise.
-        connections: of the rank that has most, to ranks with which it exchanged messages; likewise.
-        sockets: of rank 0, beyond those that it had before its first call; likewise.
-        is_as_modelled: whether each rank sent what it sends in the model, message by message.
+        per_host: number of ranks per host.
+        nbytes: the encoded size of each rank's object.
+        seconds: time of the slowest rank per call, with several calls in a row; the median.
+        processor_seconds: processor time of a rank per call; the mean over all ranks.
+        messages: messages that the busiest rank sent and received; 0 for torch, where they are not
+            counted.
+        sent_nbytes: bytes sent by all ranks together; likewise.
+        connections: the most ranks with which any rank exchanged messages; likewise.
+        sockets: sockets that rank 0 opened in its first call; likewise.
+        is_as_modelled: whether each rank sent exactly the messages that it sends in the model.
     """
 
     peer: str
@@ -70,16 +71,16 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """A meeting of all ranks in a store, which comes before they connect.
+    """A meeting of all ranks in a store, before they connect.
 
     Attributes:
         size: number of ranks.
-        per_host: ranks of a host.
+        per_host: number of ranks per host.
         is_real: False in the model.
-        seconds: until the last rank had met the others.
+        seconds: time until the last rank had met the others.
         first_asked: requests of rank 0.
-        others_asked: of that of the others which has most.
-        all_asked: of all ranks together.
+        others_asked: the most requests of any other rank.
+        all_asked: requests of all ranks together.
     """
 
     size: int
@@ -92,30 +93,30 @@ class Met:
 
     @classmethod
     def of(cls, asked: list[int], per_host: int, seconds: float, *, is_real: bool) -> "Met":
-        """Given how much each rank has asked."""
+        """Summarize the number of requests of each rank."""
         first, *others = asked
         return cls(len(asked), per_host, is_real, seconds, first, max(others), sum(asked))
 
 
-#: Of each rank: to whom it sent, and how many bytes, in order.
+#: For each rank, its messages in order: destination and size in bytes.
 Sends = list[list[tuple[int, int]]]
 
 
 def count(
     size: int, per_host: int, operations: list[str], folder: Path, *, samples: int, in_a_row: int
 ) -> tuple[list[Counted], Met, dict[str, Sends]]:
-    """Run operations on fresh ranks. Must be called before this process has threads.
+    """Run operations on new ranks. Call this before this process has threads.
 
     Args:
         size: number of ranks.
-        per_host: how many are on each host.
-        operations: their names, ``"gather"`` among them.
-        folder: for what the ranks write.
-        samples: of each time; 0 for none.
+        per_host: number of ranks on each host.
+        operations: names of operations, including ``"gather"``.
+        folder: a folder for the files of the ranks.
+        samples: samples of each time; 0 for none.
         in_a_row: calls in a sample.
 
     Returns:
-        What was counted, a meeting of the ranks, and all messages of each of objcomm's operations.
+        The counts, a meeting of the ranks, and all messages of each of objcomm's operations.
     """
     file = folder / "counted.json"
 
@@ -130,7 +131,7 @@ def count(
             more_sockets = sockets() - before
         met = _meeting(rank, size, per_host, store)
         sends = {each: _counted(_objcomm_calls(size)[each], size) for each in operations}
-        nbytes = sends["gather"][-1][0][1] - HEADER_NBYTES  # the last rank has none below it
+        nbytes = sends["gather"][-1][0][1] - HEADER_NBYTES  # the last rank forwards nothing
         rows = []
         for operation in operations:
             calls = {"objcomm": _objcomm_calls(size)[operation]}
@@ -156,7 +157,7 @@ def count(
 
 
 def _meeting(rank: int, size: int, per_host: int, store: dist.Store) -> Met:
-    """One more meeting of all ranks, whose requests are counted."""
+    """Make all ranks meet once more, and count the requests."""
     counting = CountingStore(dist.PrefixStore("counted", store))
     dist.barrier()
     began = time.perf_counter()
@@ -168,7 +169,7 @@ def _meeting(rank: int, size: int, per_host: int, store: dist.Store) -> Met:
 
 
 def _counted(call: Call, size: int) -> Sends:
-    """What all ranks send in a call, which is not their first."""
+    """Return the messages that all ranks send in a call after the first."""
     call()
     dist.barrier()
     with _watched_links() as sent:
@@ -205,7 +206,7 @@ def _torch_calls(rank: int, size: int) -> dict[str, Call]:
 
 @contextlib.contextmanager
 def _watched_links() -> Iterator[list[tuple[int, int]]]:
-    """Note to whom this rank sends, and how many bytes."""
+    """Record destination and size of each message that this rank sends."""
     sent: list[tuple[int, int]] = []
     with contextlib.ExitStack() as patched:
         for kind in (StreamLink, GlooLink):
@@ -232,14 +233,14 @@ def _of_all_ranks(mine: Any, size: int) -> list[Any]:
 def _timed(
     calls: dict[str, Call], size: int, samples: int, in_a_row: int
 ) -> dict[str, tuple[float, float]]:
-    """By peer the seconds of the slowest rank, and of a processor, per call; the peers in turn."""
+    """Return, by peer, the seconds of the slowest rank and the processor seconds, per call."""
     taken: dict[str, list[tuple[float, float]]] = {peer: [] for peer in calls}
-    for peer in [*calls, *turns(list(calls), samples)]:  # the first of each is not counted
+    for peer in [*calls, *turns(list(calls), samples)]:  # each peer's first sample is not counted
         dist.barrier()
         began, ran = time.perf_counter(), time.process_time()
         for _ in range(in_a_row):
             calls[peer]()
-        dist.barrier()  # of some calls only the root waits for the others
+        dist.barrier()  # in some calls only the root waits for the others
         mine = (time.perf_counter() - began, time.process_time() - ran)
         seconds, busy = zip(*_of_all_ranks(mine, size), strict=True)
         taken[peer].append((max(seconds) / in_a_row, statistics.fmean(busy) / in_a_row))
@@ -251,7 +252,7 @@ def _timed(
 
 
 def _figures(sends: Sends) -> dict[str, int]:
-    """What the busiest rank had to do, of all messages."""
+    """Summarize all messages, for the busiest rank and in total."""
     messages = [len(each) for each in sends]
     peers: list[set[int]] = [{peer for peer, _ in each} for each in sends]
     for rank, each in enumerate(sends):

@@ -1,4 +1,4 @@
-"""What was counted on real ranks and what the model says, as rows of a file."""
+"""The counts of real ranks and the figures of the model, as rows of a file."""
 
 import dataclasses
 import json
@@ -21,13 +21,13 @@ class Modelled:
         peer: ``"objcomm"`` or ``"torch"``.
         operation: its name.
         size: number of ranks.
-        per_host: ranks of a host.
+        per_host: number of ranks per host.
         cores: processors of a host; 0 if each rank has its own.
         seconds: see ``Outcome``, as for all that follow.
         messages: of the busiest rank.
         nbytes: likewise.
         card_nbytes: of the busiest card.
-        connections: of the rank that has most.
+        connections: of the rank with the most connections.
     """
 
     peer: str
@@ -42,10 +42,10 @@ class Modelled:
     connections: int
 
     @classmethod
-    def of(  # noqa: PLR0917  # each is of another kind
+    def of(  # noqa: PLR0917  # each has a different type
         cls, outcome: Outcome, peer: str, operation: str, size: int, per_host: int, cores: int
     ) -> "Modelled":
-        """What an outcome has of it."""
+        """Take the figures from an outcome."""
         names = [each.name for each in dataclasses.fields(cls)][5:]
         figures = {name: getattr(outcome, name) for name in names}
         return cls(peer, operation, size, per_host, cores, **figures)
@@ -56,14 +56,14 @@ class Results:
     """All rows of one run.
 
     Attributes:
-        about: the machine, and the versions.
-        object_nbytes: of each rank's object.
-        network: what the model was told of hosts, where each rank has a processor of its own.
-        fits: by peer, what messages cost.
-        counted: real runs.
-        modelled: the model's.
-        met: how ranks meet, real ones and the model's.
-        store_seconds: what a request is assumed to take the store's host.
+        about: the machine and the versions.
+        object_nbytes: the encoded size of each rank's object.
+        network: the hosts and network given to the model, in which each rank has its own processor.
+        fits: the costs of messages, by peer.
+        counted: the real runs.
+        modelled: the runs of the model.
+        met: the meetings, of real ranks and in the model.
+        store_seconds: the time that a request is assumed to take on the store's host.
     """
 
     about: dict[str, str] = field(default_factory=dict)
@@ -77,19 +77,19 @@ class Results:
 
     @classmethod
     def load(cls, file: Path) -> "Results":
-        """Read what ``write`` wrote."""
+        """Read a file that ``write`` wrote."""
         found = cls()
         for line in file.read_text(encoding="utf-8").splitlines():
             found._take(json.loads(line))
         return found
 
     def write(self, file: Path) -> None:
-        """A row a line."""
+        """Write one row per line."""
         text = "".join(json.dumps(row) + "\n" for row in self._rows())
         file.write_text(text, encoding="utf-8")
 
     def of(self, peer: str, operation: str, cores: int) -> dict[int, Modelled]:
-        """The model's, by size; with so many processors of a host."""
+        """Return the model's runs with a number of cores per host, by number of ranks."""
         return {
             each.size: each
             for each in self.modelled
@@ -97,7 +97,7 @@ class Results:
         }
 
     def real(self, peer: str, size: int, per_host: int) -> dict[str, Counted]:
-        """The real runs of one layout, by operation."""
+        """Return the real runs of one layout, by operation."""
         return {
             each.operation: each
             for each in self.counted

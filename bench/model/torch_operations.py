@@ -1,7 +1,7 @@
-"""What torch's object collectives do over Gloo, run over the same model.
+"""Run torch's object collectives over Gloo in the same model.
 
-The calls are those of ``torch/distributed/distributed_c10d.py`` (torch 2.13), the algorithms those
-of Gloo's ``broadcast.cc``, ``gather.cc``, ``allgather.cc`` and ``barrier.cc``
+The calls are those of ``torch/distributed/distributed_c10d.py`` (torch 2.13), and the algorithms
+are those of Gloo's ``broadcast.cc``, ``gather.cc``, ``allgather.cc`` and ``barrier.cc``
 (https://github.com/pytorch/gloo).
 """
 
@@ -17,7 +17,7 @@ class _Rank:
     """One rank's part.
 
     Attributes:
-        rank: which.
+        rank: the rank.
         size: number of ranks.
         rounds: how often it waited.
     """
@@ -31,7 +31,7 @@ class _Rank:
         self._tag = 0
 
     def broadcast(self, nbytes: int) -> None:
-        """A binomial tree that begins at rank 0; the nearest rank is served first."""
+        """Broadcast along a binomial tree from rank 0, to the nearest rank first."""
         self._tag += 1
         served = 1
         while served <= self.rank:
@@ -43,7 +43,7 @@ class _Rank:
             served *= 2
 
     def gather(self, nbytes: int) -> None:
-        """Every rank sends to rank 0."""
+        """Send from every rank to rank 0."""
         self._tag += 1
         if self.rank:
             self._send(0, nbytes)
@@ -51,7 +51,7 @@ class _Rank:
             self._wait([self._recv(peer) for peer in range(1, self.size)])
 
     def all_gather(self, nbytes: int) -> None:
-        """A ring, in which each rank's part travels in two halves, one behind the other."""
+        """Pass each rank's part around a ring, in two halves one after the other."""
         self._tag += 1
         halves = (nbytes // 2, nbytes - nbytes // 2)
         coming: list[Receive] = []
@@ -64,7 +64,7 @@ class _Rank:
             self._wait([each])
 
     def barrier(self) -> None:
-        """Dissemination: in each round a rank hears of twice as many."""
+        """Run a dissemination barrier: in each round a rank hears from twice as many ranks."""
         self._tag += 1
         distance = 1
         while distance < self.size:
@@ -74,7 +74,7 @@ class _Rank:
             distance *= 2
 
     def open(self, count: int) -> None:
-        """Read objects out of what has come."""
+        """Read objects from the received messages."""
         self._world.opened[self.rank] += count
         self._world.spend(self.rank, count * self._costs.open)
 
@@ -110,7 +110,7 @@ def _all_gather(rank: _Rank, nbytes: int) -> None:
     rank.open(rank.size)
 
 
-#: By objcomm's name of the operation.
+#: By objcomm's name for the operation.
 TORCH_OPERATIONS: dict[str, Callable[[_Rank, int], None]] = {
     "barrier": lambda rank, _: rank.barrier(),
     "broadcast": _broadcast,
@@ -122,7 +122,7 @@ TORCH_OPERATIONS: dict[str, Callable[[_Rank, int], None]] = {
 def run_torch(
     operation: str, hosts: Sequence[int], nbytes: int, machine: Machine, costs: Costs
 ) -> Outcome:
-    """As ``operations.run``, of ``TORCH_OPERATIONS``; Gloo has no receives that stand ready."""
+    """Do the same as ``operations.run``, with ``TORCH_OPERATIONS``."""
     world = World(hosts, machine)
 
     def on_rank(number: int) -> int:

@@ -1,8 +1,8 @@
-"""Ranks that run one at a time, each with a clock of its own that no real time moves.
+"""Run ranks one at a time, each with its own simulated clock.
 
-The rank whose clock is the earliest runs, until it waits or is no longer the earliest: so whatever
-several ranks use (a network card, a processor) is given out in the order of the model's time. Knows
-nothing of what is sent.
+The rank with the earliest clock runs until it waits or is no longer the earliest. So shared
+resources (a network card, a processor) are assigned in the order of simulated time. Does not know
+what is sent.
 """
 
 import heapq
@@ -17,14 +17,14 @@ _STACK_NBYTES = 512 << 10  # a thread's default of 8 MiB is too much for 4,096
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the model is told of hosts and of the network between them.
+    """The hosts and the network between them, as input of the model.
 
     Attributes:
         cores: processors of a host that its ranks share; 0 if each rank has its own.
-        near_seconds: until a message reaches another rank of its host, however short it is.
-        near_rate: bytes in a second between the ranks of a host, all of them together.
-        far_seconds: until it reaches a rank of another host.
-        far_rate: bytes in a second that a host's network card takes, and as many that it gives.
+        near_seconds: latency of a message to another rank on its host.
+        near_rate: bytes per second between the ranks of a host, all of them together.
+        far_seconds: latency of a message to a rank on another host.
+        far_rate: bytes per second of a host's network card, in each direction.
     """
 
     cores: int
@@ -36,7 +36,7 @@ class Machine:
 
 @dataclass(slots=True)
 class Count:
-    """What one rank, or one host's network card, has sent and received."""
+    """The messages and bytes that one rank, or one host's network card, has sent and received."""
 
     sent: int = 0
     sent_nbytes: int = 0
@@ -46,18 +46,19 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one operation has taken.
+    """The result of one operation.
 
     Attributes:
-        seconds: until the last rank had returned.
-        rounds: the most of any rank: how often it waited for what depended on an earlier message.
-        messages: of the busiest rank, sent and received.
-        nbytes: likewise.
-        card_nbytes: of the busiest network card, in the direction in which it carried more.
-        connections: of the rank that has most, to ranks with which it has exchanged messages.
-        mean_messages: as ``messages``, of all ranks.
-        mean_opened: objects that a rank has read out of messages.
-        sends: of each rank to whom it sent, and how many bytes, in order.
+        seconds: time until the last rank returned.
+        rounds: how often a rank waited for a message that depended on an earlier one; the most of
+            any rank.
+        messages: messages that the busiest rank sent and received.
+        nbytes: bytes, likewise.
+        card_nbytes: bytes of the busiest network card, in its busier direction.
+        connections: the most ranks with which any rank has exchanged messages.
+        mean_messages: as ``messages``, averaged over all ranks.
+        mean_opened: objects that a rank has read out of messages, averaged over all ranks.
+        sends: for each rank, its messages in order: destination and size in bytes.
     """
 
     seconds: float
@@ -72,15 +73,15 @@ class Outcome:
 
 
 class DeadlockError(RuntimeError):
-    """Every rank that has not returned waits for another one."""
+    """All ranks that have not returned wait for each other."""
 
 
 class Receive:
-    """A receive under way.
+    """A pending receive.
 
     Attributes:
         came: the message, once it has been sent.
-        at: when it arrives.
+        at: when it arrives; negative until it has been sent.
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ class Receive:
 
 @dataclass(slots=True)
 class _Wire:
-    """One pair, direction and tag."""
+    """The queues of one sender, receiver and tag."""
 
     sent: deque[tuple[float, Any]] = field(default_factory=deque)
     posted: deque[Receive] = field(default_factory=deque)
@@ -101,23 +102,23 @@ class World:
     """See the module.
 
     Attributes:
-        hosts: of each rank, as a number.
+        hosts: the host of each rank, as a number.
         size: number of ranks.
-        ranks: of each rank what it has sent and received.
-        cards: of each host what has left it for others, and come from them.
-        sends: of each rank its messages in order: to whom, and how many bytes.
-        peers: of each rank those that it has exchanged messages with.
-        clocks: of each rank.
-        opened: of each rank how many objects it has read out of messages.
-        asked: of each rank how many requests it has made to the store.
+        ranks: the counts of each rank.
+        cards: the counts of each host's network card.
+        sends: for each rank, its messages in order: destination and size in bytes.
+        peers: for each rank, the ranks with which it has exchanged messages.
+        clocks: the clock of each rank, in seconds.
+        opened: for each rank, how many objects it has read out of messages.
+        asked: for each rank, how many requests it has made to the store.
     """
 
     def __init__(self, hosts: Sequence[int], machine: Machine) -> None:
-        """Begin.
+        """Create the world.
 
         Args:
-            hosts: of each rank, as a number.
-            machine: what they are like.
+            hosts: the host of each rank, as a number.
+            machine: the properties of the hosts.
         """
         self.hosts = tuple(hosts)
         self.size = len(self.hosts)
@@ -144,10 +145,10 @@ class World:
         """Run ``body(rank)`` on every rank.
 
         Returns:
-            What each returned.
+            The result of each rank.
 
         Raises:
-            DeadlockError: some wait for what nobody sends.
+            DeadlockError: some ranks wait for messages that no rank sends.
         """
         results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
@@ -162,7 +163,7 @@ class World:
             except BaseException as error:  # noqa: BLE001  # raised below
                 errors.append(error)
             if not self._are_given_up:
-                self._pass_on(is_over=bool(errors))  # others may ask again and again
+                self._pass_on(is_over=bool(errors))  # after an error, others may poll forever
 
         for turn in (*self._turns, self._nobody_can_run):
             turn.acquire()
@@ -191,7 +192,7 @@ class World:
         return results
 
     def spend(self, rank: int, seconds: float) -> None:
-        """A rank computes; where its host has fewer processors than ranks, it waits for one."""
+        """Let a rank compute, after waiting for a free processor if its host has too few."""
         cores = self._cores[self.hosts[rank]]
         if not cores:
             self.clocks[rank] += seconds
@@ -201,11 +202,11 @@ class World:
         heapq.heapreplace(cores, self.clocks[rank])
 
     def ask(self, rank: int, seconds: float) -> None:
-        """A rank asks the store, which is on a host of its own, and waits for the answer.
+        """Send a request to the store, which is on a separate host, and wait for the answer.
 
         Args:
-            rank: which.
-            seconds: how long this keeps the store's host from answering others.
+            rank: the rank that makes the request.
+            seconds: how long the request keeps the store's host busy.
         """
         self._be_first(rank)
         way = self._machine.far_seconds
@@ -214,7 +215,7 @@ class World:
         self.asked[rank] += 1
 
     def send(self, rank: int, peer: int, tag: int, nbytes: int, message: object) -> None:
-        """A message leaves, which costs its sender no time: see ``spend``."""
+        """Send a message. This takes no time on the sender; see ``spend``."""
         self._be_first(rank)
         at = self._arrival(rank, peer, nbytes)
         self.ranks[rank].sent += 1
@@ -235,7 +236,7 @@ class World:
             heapq.heappush(self._ready, (self.clocks[peer], peer))
 
     def recv(self, rank: int, peer: int, tag: int) -> Receive:
-        """Begin to receive the next message of a peer's with a tag."""
+        """Start to receive the next message from a peer with a tag."""
         receive = Receive()
         wire = self._wires[peer, rank, tag]
         if wire.sent:
@@ -245,7 +246,7 @@ class World:
         return receive
 
     def wait(self, rank: int, receive: Receive) -> Any:
-        """Let a rank's clock be no earlier than a message's arrival; returns the message."""
+        """Wait for a message: advance the rank's clock to its arrival, and return the message."""
         if receive.at < 0:
             receive.is_awaited = True
             self._pass_on()
@@ -254,7 +255,7 @@ class World:
         return receive.came
 
     def outcome(self, rounds: int) -> Outcome:
-        """What has been taken so far."""
+        """Summarize what has happened so far."""
         cards = self.cards.values()
         messages = [each.sent + each.received for each in self.ranks]
         return Outcome(
@@ -270,7 +271,7 @@ class World:
         )
 
     def left_over(self) -> int:
-        """Messages that nobody has received."""
+        """Return the number of messages that no rank has received."""
         return sum(len(wire.sent) for wire in self._wires.values())
 
     def _arrival(self, rank: int, peer: int, nbytes: int) -> float:
@@ -293,7 +294,7 @@ class World:
         return begins + moving
 
     def _be_first(self, rank: int) -> None:
-        """Let those run whose clocks are earlier."""
+        """Let ranks with earlier clocks run first."""
         mine = (self.clocks[rank], rank)
         if self._ready and self._ready[0] < mine:
             heapq.heappush(self._ready, mine)

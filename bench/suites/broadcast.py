@@ -1,4 +1,4 @@
-"""One object from rank 0 to everyone, and the memory that it costs."""
+"""Broadcasts of one object from rank 0, and the memory that they use."""
 
 from collections.abc import Callable
 from typing import Any
@@ -85,5 +85,5 @@ _OF_THE_ARRAY = "× the array"
     ),
 )
 def broadcast(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Share rank 0's object."""
+    """Broadcast rank 0's object."""
     return lambda: peer.broadcast(mine)

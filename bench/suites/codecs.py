@@ -1,4 +1,4 @@
-"""Serialisation by itself, in one process and without a wire."""
+"""Serialization alone, in one process."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,7 @@
-"""A step of an inference engine: its scheduler tells every worker what to compute next.
+"""A step of an inference engine, in which the scheduler sends every worker its next work.
 
-The measured time begins before rank 0's call and ends when the last of the other ranks has the
-object. The unit is a ring in shared memory, as engines have it.
+The measured time starts before rank 0's call and ends when the last of the other ranks has the
+object. The unit is a ring in shared memory, as in such engines.
 """
 
 from collections.abc import Callable
@@ -44,23 +44,23 @@ def _beside_a_ring(
 
 @_beside_a_ring({SECONDS: 3.0, PROCESSOR_SHARE: 0.1})
 def step_after_pause(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Hand out an object 5 ms after every rank has answered to the last one."""
+    """Broadcast an object 5 ms after every rank has answered the previous one."""
     return Steps(lambda: peer.broadcast(mine), rounds=40, pause=0.005)
 
 
 @_beside_a_ring({PROCESSOR_SHARE: 0.1}, samples=4)
 def step_after_second(peer: Peer, mine: Any) -> Callable[[], object]:
-    """The same after a second: what the processors do then is to wait."""
+    """Do the same after a second, in which the processors do nothing but wait."""
     return Steps(lambda: peer.broadcast(mine), rounds=2, pause=1.0)
 
 
 @_beside_a_ring({})
 def step_after_answers(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Hand out an object as soon as every rank has answered to the last one."""
+    """Broadcast an object as soon as every rank has answered the previous one."""
     return Steps(lambda: peer.broadcast(mine), rounds=200)
 
 
 @_beside_a_ring({SECONDS: 1.0}, in_a_row=500)
 def steps_in_a_row(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Hand out one object after another; a figure is the time of all, divided by their number."""
+    """Broadcast one object after another; the figure is the total time divided by their number."""
     return Steps(lambda: peer.broadcast(mine), rounds=1)

@@ -1,4 +1,4 @@
-"""What is in flight while something else is done."""
+"""Asynchronous operations that are outstanding while a rank does something else."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from bench.case import Target, case
 from bench.measure import Beside
 from bench.peers import Peer
 
-# Rank 0 computes for about as long as the broadcast takes on the machine it was written on.
+# Rank 0 computes for about as long as the broadcast took on the author's machine.
 _PRODUCTS = 60
 _SIDE = 384
 
@@ -25,7 +25,7 @@ _SIDE = 384
     ),
 )
 def loop_beside_broadcast(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Multiply matrices on rank 0 with its broadcast in flight, and with nothing in flight."""
+    """Multiply matrices on rank 0 with and without an outstanding broadcast."""
     factor = torch.rand(_SIDE, _SIDE)
 
     def loop() -> None:
@@ -37,7 +37,7 @@ def loop_beside_broadcast(peer: Peer, mine: Any) -> Callable[[], object]:
 
 @case("64 MiB array", peers=("objcomm", "raw"), worlds=(2, 4), samples=30)
 def broadcast_in_flight(peer: Peer, mine: Any) -> Callable[[], object]:
-    """The same broadcast by itself, begun and then waited for."""
+    """Start the same broadcast and wait for it, without other work."""
 
     def whole() -> object:
         wait = peer.begin_broadcast(mine)
@@ -53,5 +53,5 @@ def broadcast_in_flight(peer: Peer, mine: Any) -> Callable[[], object]:
     targets=(Target(1.35, against="objcomm in turn"),),
 )
 def all_gather_in_flight(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Begin to collect every rank's object and wait for it; in turn, collect it."""
+    """Start to gather every rank's object and wait for it; "in turn" gathers synchronously."""
     return lambda: peer.all_gather_in_flight(mine)

@@ -1,4 +1,4 @@
-"""One object per rank to one rank or to all of them, and the way back."""
+"""Gather one object per rank on one or all ranks, and scatter objects to ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from bench.peers import Peer
 
 _SKEWED_BYTES = "64 MiB of bytes on rank 1, 1 KiB elsewhere"
 _SKEWED_ARRAY = "64 MiB array on rank 1, 1 KiB elsewhere"
-_ARRAY_PEERS = ("objcomm", "torch", "raw", "mpi4py pkl5")  # out of band, as ours
+_ARRAY_PEERS = ("objcomm", "torch", "raw", "mpi4py pkl5")  # out of band, like objcomm
 
 
 @case(
@@ -39,7 +39,7 @@ _ARRAY_PEERS = ("objcomm", "torch", "raw", "mpi4py pkl5")  # out of band, as our
     targets=(Target(0.20, against="torch", why_missed="The Python of four ranks; see broadcast."),),
 )
 def gather(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Collect every rank's object on rank 0."""
+    """Gather every rank's object on rank 0."""
     return lambda: peer.gather(mine)
 
 
@@ -66,18 +66,18 @@ def gather(peer: Peer, mine: Any) -> Callable[[], object]:
     ),
 )
 def all_gather(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Collect every rank's object on every rank."""
+    """Gather every rank's object on every rank."""
     return lambda: peer.all_gather(mine)
 
 
 @case("small dict")
 def scatter(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Deal rank 0's objects out."""
+    """Scatter rank 0's objects."""
     return lambda: peer.scatter(mine)
 
 
 @case("8 MiB array per rank", samples=LARGE, targets=(Target(0.50, against="torch"),))
 @case("small dict", targets=(Target(0.50, against="torch"),))
 def all_to_all(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Give each rank one object of every rank's; torch scatters once from each rank."""
+    """Send one object from every rank to every rank; torch scatters once from each rank."""
     return lambda: peer.all_to_all(mine)

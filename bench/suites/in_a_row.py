@@ -1,7 +1,7 @@
-"""Small calls one after another, as a training loop makes them: no rank waits for no reason.
+"""Small calls one after another, as in a training loop, without barriers between them.
 
-Who has sent goes on to the next call, so that a figure is what a call costs, not how long it takes
-to wake ranks that sleep. The peers have their turns of some calls each.
+A rank that has sent continues with the next call, so a figure is the cost of a call, not the time
+to wake ranks that sleep. Peers alternate after several calls each.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ _IN_A_ROW = 30
 _SAMPLES = 40
 _MEDIUM_IN_A_ROW = 10
 _MEDIUM_SAMPLES = 12
-_MANY_SAMPLES = 6  # of 64 ranks on two cores torch's slowest call takes 0.5 s
+_MANY_SAMPLES = 6  # with 64 ranks on two cores torch's slowest call takes 0.5 s
 _BESIDE_TORCH = ("objcomm", "torch")
 
 
-#: Measured 2026-11-28, on a machine that did nothing else.
+#: Measured 2026-11-28 on an otherwise idle machine.
 _PYTHON = (
     "A broadcast takes 26 µs of processor of each of two ranks, where the same call written flat "
     "in Python takes 7. It makes 54 calls of Python functions, none of which takes more than 2 µs "
@@ -32,7 +32,7 @@ _AS_PICKLE = (
     "small one."
 )
 _AS_BROADCASTS = "The Python of each rank; see broadcasts."
-#: Measured 2026-11-25, of 64 ranks that take turns on two cores, without a peer between.
+#: Measured 2026-11-25 with 64 ranks on two cores, without other peers in between.
 _BARRIER_OF_MANY = (
     "The Python of each rank, whose caches are cold when its turn comes: 344 µs of processor for a "
     "barrier, between any two of which all other ranks run, so 12 of the 14 ms. torch's, in C++, "
@@ -53,7 +53,7 @@ def _at_most(against: str, by_world: dict[int, float], why_missed: str) -> tuple
 
 
 def _many_ranks(payload: str, at_most: float, why_missed: str = "") -> Callable[[Bind], Bind]:
-    """Declare it at worlds of many ranks, too; judged at the largest."""
+    """Declare the case also for many ranks, with targets at the largest world size."""
     return case(
         payload,
         peers=_BESIDE_TORCH,
@@ -65,7 +65,7 @@ def _many_ranks(payload: str, at_most: float, why_missed: str = "") -> Callable[
 
 
 def _medium(worlds: tuple[int, ...] = (2, 4, 8)) -> Callable[[Bind], Bind]:
-    """Declare it on objects of medium size, too."""
+    """Declare the case also for objects of medium size."""
     return case(
         *MEDIUM,
         peers=_BESIDE_TORCH,
@@ -96,7 +96,7 @@ def _medium(worlds: tuple[int, ...] = (2, 4, 8)) -> Callable[[Bind], Bind]:
     ),
 )
 def broadcasts(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Share rank 0's object."""
+    """Broadcast rank 0's object."""
     return lambda: peer.broadcast(mine)
 
 
@@ -109,7 +109,7 @@ def broadcasts(peer: Peer, mine: Any) -> Callable[[], object]:
     targets=_at_most("torch", {2: 0.06, 4: 0.03, 8: 0.03}, _AS_BROADCASTS),
 )
 def gathers(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Collect every rank's object on rank 0."""
+    """Gather every rank's object on rank 0."""
     return lambda: peer.gather(mine)
 
 
@@ -122,7 +122,7 @@ def gathers(peer: Peer, mine: Any) -> Callable[[], object]:
     targets=_at_most("torch", {2: 0.08, 4: 0.04, 8: 0.03}, _AS_BROADCASTS),
 )
 def all_gathers(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Collect every rank's object on every rank."""
+    """Gather every rank's object on every rank."""
     return lambda: peer.all_gather(mine)
 
 

@@ -1,4 +1,4 @@
-"""Code that calls torch's object collectives, unchanged: by torch, and by objcomm in its place."""
+"""Unchanged code that calls torch's object collectives, with torch's and with objcomm's."""
 
 import functools
 import itertools
@@ -84,11 +84,11 @@ def accelerate_gather_object(peer: Peer, mine: Any) -> Callable[[], object]:
 
 @case("nothing", peers=_PEERS, worlds=(2, 4), samples=5 * LARGE)
 def checkpoint_save_and_load(peer: Peer, _mine: Any) -> Callable[[], object]:
-    """``torch.distributed.checkpoint``: 16 KiB in shards and two numbers, to disk."""
+    """``torch.distributed.checkpoint`` of 16 KiB in shards and two numbers, to disk and back."""
     folder = tempfile.TemporaryDirectory(prefix="objcomm-bench-") if peer.rank == 0 else None
     place = objcomm.broadcast("" if folder is None else folder.name)
     saved, loaded = _state(peer, 2.5), _state(peer, 0.0)
-    numbers = itertools.count()  # a folder for each call: torch warns of files that it replaces
+    numbers = itertools.count()  # a folder for each call: torch warns if it replaces files
     call = functools.partial(_save_and_load, place, numbers, saved, loaded, _kept=folder)
     return lambda: peer.in_library(call)
 

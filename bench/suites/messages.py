@@ -1,4 +1,4 @@
-"""Messages of two ranks."""
+"""Point-to-point messages between two ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,5 +49,5 @@ def there_and_back(peer: Peer, mine: Any) -> Callable[[], object]:
     targets=(Target(3.0, against="objcomm in turn", world=2),),
 )
 def requests(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Begin a receive and a send of each small dict, and wait for all; in turn, send them back."""
+    """Exchange small dicts as asynchronous messages; peers without these make round trips."""
     return lambda: peer.requests(mine)

@@ -1,4 +1,4 @@
-"""Objects of a user's own, merged in rank order."""
+"""Objects of a user's class and tensors, reduced in rank order."""
 
 import operator
 import time
@@ -15,7 +15,7 @@ from bench.peers import Peer
     targets=(Target(0.25, against="torch", why_missed="Two rounds; see all_gather."),),
 )
 def all_reduce(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Merge every rank's object; torch gathers all of them and folds."""
+    """Merge every rank's object; torch gathers all objects and folds them."""
     return lambda: peer.all_reduce(mine, Tally.merge)
 
 
@@ -34,7 +34,7 @@ def all_reduce(peer: Peer, mine: Any) -> Callable[[], object]:
     ),
 )
 def all_reduce_tensors(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Add up every rank's tensors; torch packs, reduces and splits, raw has one tensor before."""
+    """Add up every rank's tensors; torch packs, reduces and splits, raw already has one tensor."""
     return lambda: peer.sum_tensors(mine)
 
 
@@ -53,7 +53,7 @@ def all_reduce_tensors(peer: Peer, mine: Any) -> Callable[[], object]:
     ),
 )
 def sync_gradients(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Average gradients in place; torch one by one, as flashy does, raw and joined as one."""
+    """Average gradients in place; torch one by one like flashy, raw and joined as one tensor."""
     return lambda: peer.average_gradients(mine)
 
 
@@ -64,11 +64,11 @@ _MERGE_SECONDS = 0.005
     "small custom object",
     peers=("objcomm", "objcomm in turn", "mpi4py"),
     samples=30,
-    # Three merges at world 8 where one rank would make seven.
+    # Three merges in sequence at world size 8, where a single rank would need seven.
     targets=(Target(5.0, against=_MERGE_SECONDS, unit="merges", world=8),),
 )
 def all_reduce_slowly(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Merge every rank's object where a merge takes 5 ms; in turn, one rank makes all of them."""
+    """Merge every rank's object with a merge that takes 5 ms; "in turn" merges on one rank."""
     return lambda: peer.all_reduce_slowly(mine, _slow_merge)
 
 
@@ -84,7 +84,7 @@ _AS_ALL_GATHER = Target(1.5, against="objcomm all_gather")
 @case("8 MiB array per rank", peers=_SCANNING, samples=LARGE, targets=(_AS_ALL_GATHER,))
 @case("small custom object", peers=_SCANNING, targets=(_AS_ALL_GATHER,))
 def scan(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Merge every rank's object with those of the ranks before it; torch gathers and folds."""
+    """Merge every rank's object with those of lower ranks; torch gathers and folds."""
     merge = _merge_of(mine)
     return lambda: peer.scan(mine, merge)
 
@@ -95,7 +95,7 @@ _REDUCING = ("objcomm", "torch", "mpi4py")
 @case("8 MiB array per rank", peers=_REDUCING, samples=LARGE)
 @case("small custom object", peers=_REDUCING)
 def reduce_scatter(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Merge for each rank what every rank has for it; the others exchange all and fold."""
+    """Merge all ranks' objects for each rank; the other peers exchange all objects and fold."""
     merge = _merge_of(mine)
     return lambda: peer.reduce_scatter(mine, merge)
 

@@ -1,4 +1,4 @@
-"""What it costs to let nobody in: a key on every message, a list of what a pickle may name."""
+"""The cost of security: a key that signs every message, and a list of what a pickle may name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +13,14 @@ _LISTED = ("objcomm", "objcomm allow", "objcomm msgpack")
 @case("8 MiB array per rank", peers=_KEYED, worlds=(2, 4), samples=LARGE)
 @case("config dict, 1 KiB", peers=_KEYED, worlds=(2, 4))
 def broadcast_with_key(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Share rank 0's object, unsigned and signed."""
+    """Broadcast rank 0's object, unsigned and signed."""
     return lambda: peer.broadcast(mine)
 
 
 @case("8 MiB array per rank", peers=_KEYED, worlds=(2, 4), samples=LARGE)
 @case("small dict", peers=_KEYED, worlds=(2, 4))
 def all_gather_with_key(peer: Peer, mine: Any) -> Callable[[], object]:
-    """Collect every rank's object on every rank, unsigned and signed."""
+    """Gather every rank's object on every rank, unsigned and signed."""
     return lambda: peer.all_gather(mine)
 
 

@@ -1,4 +1,4 @@
-"""What it costs to import the package, and what its first call costs."""
+"""The cost of importing the package, and of its first call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +25,7 @@ from bench.peers import Peer
     ),
 )
 def startup(_peer: Peer, _mine: Any) -> Callable[[], object]:
-    """Import in fresh interpreters, which have no peers: ``bench.startup`` does it."""
+    """Import in new interpreters, without peers; ``bench.startup`` does this."""
     raise NotImplementedError
 
 
@@ -41,5 +41,5 @@ def startup(_peer: Peer, _mine: Any) -> Callable[[], object]:
     ),
 )
 def first_call(peer: Peer, _mine: Any) -> Callable[[], object]:
-    """Wait for every rank for the first time; torch's has a group of its own for it."""
+    """Wait for every rank for the first time; torch creates a new group for this."""
     return peer.first_barrier

@@ -1,4 +1,4 @@
-"""How ranks come to be: they join what a launcher started, or are started here.
+"""Start ranks, or join those that a launcher has started.
 
-Ends where the group stands; ``doctor`` looks at hosts and networks before there is a job.
+Ends when the group is connected. ``doctor`` examines hosts and networks before there is a job.
 """

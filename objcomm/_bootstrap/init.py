@@ -1,7 +1,7 @@
-"""Joining the ranks of a job, and leaving them.
+"""Join the ranks of a job, and leave them.
 
-Knows the calls by which torch.distributed starts and ends, and which backend and device a rank
-uses if nobody says; how a launcher names ranks knows ``environment``.
+Knows the calls that start and end torch.distributed, and the default backend and device of a rank.
+``_environment`` knows the variables of launchers.
 """
 
 import logging
@@ -48,38 +48,38 @@ from objcomm.errors import StartError, UsageError, ranks_text
 
 
 def accelerator_type() -> str:
-    """What torch calls this machine's accelerator, such as ``"cuda"``; empty if there is none."""
+    """Return torch's name for this machine's accelerator, such as ``"cuda"``; empty if none."""
     try:
         found = torch.accelerator.current_accelerator(check_available=True)
-    except (AttributeError, RuntimeError):  # a type whose module was not imported, or can't tell
+    except (AttributeError, RuntimeError):  # its module was not imported, or can't answer
         return ""
     return "" if found is None else found.type
 
 
 def default_backend() -> str:
-    """Gloo, and beside it what torch has for this machine's accelerator, if there is one."""
+    """Return Gloo, plus torch's backend for this machine's accelerator if there is one."""
     device_type = accelerator_type()
     name = dist.Backend.default_device_backend_map.get(device_type, "gloo")
-    # "fake" moves nothing; torch's own tests put it in the place of a backend that is not there.
+    # "fake" moves nothing; torch's own tests use it in place of an absent backend.
     is_own = name not in {"gloo", "fake"} and dist.is_backend_available(name)
     return f"cpu:gloo,{device_type}:{name}" if is_own else "gloo"
 
 
 def backends_in(backend: str) -> dict[str, str]:
-    """Backends by type of device, however it is written."""
+    """Parse a backend argument, in any notation, into backends by type of device."""
     parts: dict[str, str] = {}
     for part in filter(None, backend.lower().split(",")):
         device, _, name = part.rpartition(":")
-        # Of a backend that it does not know torch thinks so, too.
+        # Torch has the same default for a backend that it does not know.
         served = dist.Backend.backend_capability.get(name, ["cpu", "cuda"])
         parts |= dict.fromkeys([device] if device else served, name)
     return parts
 
 
 def accelerator_in(backend: str) -> str:
-    """The type of device whose tensors go over a backend of their own; empty if there is none.
+    """Return the type of device whose tensors use a separate backend; empty if there is none.
 
-    Of several, this machine's accelerator, or else the first by name.
+    If there are several, this machine's accelerator, or else the first by name.
     """
     own = own_types(backends_in(backend))
     here = accelerator_type()
@@ -87,10 +87,10 @@ def accelerator_in(backend: str) -> str:
 
 
 def check_backend(backend: str) -> None:
-    """See that this torch has a backend, and can use it here.
+    """Check that this torch has a backend and can use it on this system.
 
     Raises:
-        UsageError: it has not, or can't.
+        UsageError: it does not have it, or can't use it.
     """
     known = getattr(dist.Backend, "backend_list", [])
     for name in set(backends_in(backend).values()):
@@ -116,7 +116,7 @@ def _check_gloo(backend: str) -> None:
         ) from error
 
 
-#: Variables by which a launcher shows each process devices of its own; their makers' names.
+#: Variables with which a launcher restricts each process to its own devices.
 SHOWN_BY = {
     "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     "hpu": ("HABANA_VISIBLE_MODULES", "HABANA_VISIBLE_DEVICES"),
@@ -126,23 +126,23 @@ SHOWN_BY = {
 
 
 def device_count(device_type: str) -> int:
-    """How many devices of a type this process sees; 0 where torch has no such."""
+    """Return how many devices of a type this process sees; 0 if torch has no such type."""
     try:
         return int(torch.get_device_module(device_type).device_count())
-    except (AttributeError, RuntimeError):  # its module was not imported, or does not count
+    except (AttributeError, RuntimeError):  # its module was not imported, or can't count
         return 0
 
 
 def device_of(place: Placement, device_type: str, device: DeviceLike) -> torch.device:
-    """Which device of a type is this rank's.
+    """Return this rank's device of a type.
 
     Args:
-        place: where the rank stands.
+        place: the placement of this rank.
         device_type: such as ``"cuda"``.
-        device: what the caller wants, if anything.
+        device: the caller's choice, if any.
 
     Raises:
-        UsageError: nothing tells, or there are too few.
+        UsageError: the local rank is unknown, or there are too few devices.
     """
     count = device_count(device_type)
     if device is not None:
@@ -167,17 +167,17 @@ def device_of(place: Placement, device_type: str, device: DeviceLike) -> torch.d
 
 
 def make_current(device: torch.device) -> None:
-    """Let what this thread does on such devices be done on this one."""
+    """Make a device the current one of its type on this thread."""
     if device.index is None:
         return
     if device.type == accelerator_type():
         torch.accelerator.set_device_index(device.index)
-    else:  # torch's generic functions know one accelerator only
+    else:  # torch's generic functions support only one accelerator
         torch.get_device_module(device).set_device(device.index)
 
 
 def current_device(device_type: str) -> torch.device:
-    """The current device of a type, on this thread."""
+    """Return the current device of a type on this thread."""
     if device_type == accelerator_type():
         return torch.device(device_type, torch.accelerator.current_device_index())
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
@@ -185,17 +185,18 @@ def current_device(device_type: str) -> torch.device:
 
 _SPEECHBRAIN_TIMEOUT_SECONDS = 7200.0
 
-# How far torch may exceed its limit before we give up on it; its own error is more informative.
+# By what factor torch may exceed its timeout before we give up on it; its own error is more
+# informative than ours.
 _LONGER = 1.2
-# How often a rank that has come looks whether there is anybody to meet.
+# How often a rank tries to reach the store.
 _KNOCK_SECONDS = 0.05
-# torch keeps time limits in milliseconds.
+# torch stores timeouts in milliseconds.
 _STORED_SECONDS = 1e-3
 
 # The part of the store in which ranks meet, as init_process_group names it.
 _OF_TORCH = "default_pg"
 
-# In torchrun's store, once all ranks have joined.
+# A key in torchrun's store, set once all ranks have joined.
 _HAVE_JOINED = "objcomm/have joined"
 
 
@@ -204,14 +205,14 @@ class Start:
     """What ``init`` found and chose.
 
     Attributes:
-        launcher: whose variables told it: ``"torchrun"``, ``"Open MPI"``, ``"PMI"``, ``"SLURM"`` or
-            ``"jsrun"``; ``"program"`` if torch.distributed had been initialised before; empty if
-            nothing promises another rank, and so nothing was initialised.
-        rank: this process's.
+        launcher: the launcher whose variables were read: ``"torchrun"``, ``"Open MPI"``, ``"PMI"``,
+            ``"SLURM"`` or ``"jsrun"``; ``"program"`` if torch.distributed was already initialized;
+            empty if there is no launcher, and so nothing was initialized.
+        rank: this process's rank.
         world_size: number of ranks.
-        local_rank: among the ranks of this host; None where no variable tells.
-        backend: as torch was given it; empty if nothing was initialised.
-        device: this rank's own device: the accelerator that was set, or the CPU.
+        local_rank: rank on this host; None if no variable gives it.
+        backend: the backend as passed to torch; empty if nothing was initialized.
+        device: this rank's device: the accelerator that was made current, or the CPU.
         address: ``host:port`` where the ranks met; empty if they met elsewhere or not at all.
     """
 
@@ -243,39 +244,41 @@ def init(
     timeout: Timeout = None,
     device: DeviceLike = None,
 ) -> Start:
-    """Join the ranks that a launcher has started, and say what was chosen.
+    """Join the ranks that a launcher has started, and initialize torch.distributed.
 
-    Every rank of the job must call this, and it returns when all have joined and objcomm's own
-    connections stand, which tell from then on of a rank that dies. It reads the variables of
-    torchrun, Open MPI, PMI (MPICH, Intel MPI), SLURM and jsrun, in this order, initialises
-    torch.distributed, and changes none. Ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT``; where
-    they are not set, at the first host of SLURM's list or, if all ranks are on one host, at this
-    one, and at a port that is derived from SLURM's job and step, or 29500.
+    Every rank of the job must call this. It returns when all ranks have joined and objcomm's own
+    connections are established, which from then on detect the death of a rank. It reads the
+    variables of torchrun, Open MPI, PMI (MPICH, Intel MPI), SLURM and jsrun, in this order, and
+    does not change them. Ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT``. The default address is
+    the first host of SLURM's list, or this host if it has all ranks. The default port is derived
+    from SLURM's job and step; without SLURM it is 29500.
 
-    Without any launcher's variables nothing is initialised: the program is a world of one, in which
-    every function of objcomm works. If torch.distributed is initialised already, nothing changes,
-    and what is given must be what is there.
+    Without any launcher's variables, nothing is initialized: the program is a world of one, in
+    which every function of objcomm works. If torch.distributed is already initialized, nothing
+    changes, and the arguments must match its settings.
 
     Args:
-        backend: as ``init_process_group`` takes it. None: Gloo, and beside it what torch has for
-            this machine's accelerator, such as ``cpu:gloo,cuda:nccl`` or ``cpu:gloo,xpu:xccl``;
-            ``gloo`` where there is none.
+        backend: as for ``init_process_group``. Defaults to Gloo together with torch's backend for
+            this machine's accelerator, such as ``cpu:gloo,cuda:nccl`` or ``cpu:gloo,xpu:xccl``, or
+            to ``gloo`` if there is no accelerator.
         timeout: seconds or timedelta for the ranks to meet, and for operations of the group;
-            torch's own if None.
-        device: this rank's accelerator, made the current one if the backend has one of its own for
-            such devices. None: the one of this rank's number on this host, or the only one if
-            ``CUDA_VISIBLE_DEVICES``, or its like, shows each rank its own.
+            defaults to torch's own.
+        device: this rank's accelerator; it becomes the current device if the backend has a
+            separate one for this type of device. Defaults to the device whose index is this rank's
+            local rank, or to the only visible one if ``CUDA_VISIBLE_DEVICES`` or a similar variable
+            shows each rank its own.
 
     Returns:
-        What was found and chosen. It is also logged, as INFO; as WARNING, which Python shows by
-        itself, where a script runs alone at a terminal: how to start several ranks is news there.
+        What was found and chosen. This is also logged as INFO. If a script runs alone in a
+        terminal, it is logged as WARNING, which Python shows by default, because it says how to
+        start several ranks.
 
     Raises:
         UsageError: a variable is missing or wrong, and the error names it; a backend is not
-            there; there are too few devices; the program has initialised another backend, or with
-            another time limit or current device; this process is a DataLoader's worker. The process
-            that sees it, before it meets others.
-        StartError: the ranks could not meet. Every rank that has tried.
+            available; there are too few devices; the program has initialized torch.distributed with
+            another backend, timeout or current device; or this process is a DataLoader worker.
+            Raised in the process concerned, before it meets other ranks.
+        StartError: the ranks could not meet. Raised on every rank that tried.
 
     Examples:
         >>> import objcomm
@@ -297,57 +300,57 @@ def init(
 
 
 def _is_a_script_at_a_terminal() -> bool:
-    """Whether somebody has typed ``python train.py``, and reads along; no notebook, test or job."""
+    """Whether a user has run ``python train.py`` in a terminal; not in a notebook, test or job."""
     is_read = sys.stderr is not None and sys.stderr.isatty()
     return is_read and hasattr(sys.modules["__main__"], "__file__")
 
 
 def _connect(limit: timedelta | None) -> None:
-    """Let objcomm's own connections be there from the start: they tell of ranks that die."""
+    """Establish objcomm's own connections from the start, because they detect ranks that die."""
     whole = resolve(None)
     if whole.size > 1:
         whole.join("init", whole.deadline("init", limit), call_site())
 
 
 def shutdown() -> None:
-    """Leave the ranks: end objcomm's connections and torch.distributed's groups of this process.
+    """Leave the other ranks: close objcomm's connections and destroy torch.distributed's groups.
 
-    Waits for no other rank, so it may stand in a ``finally``, and a rank may leave after an error
-    while others still compute. Called twice, or where nothing was initialised, it does nothing.
-    After it, ``init`` may be called again if all ranks do. In a process that a rank has forked, it
-    leaves that rank's groups alone.
+    This does not wait for other ranks, so it may be called in a ``finally`` block, and a rank may
+    leave after an error while others still compute. It does nothing if called twice or if nothing
+    was initialized. Afterwards, ``init`` may be called again if all ranks do so. In a process that
+    a rank has forked, it leaves that rank's groups alone.
 
     Raises:
-        DesyncError: another rank made other calls than this one, which only becomes apparent now
-            that there will be no more calls. This rank, which has left all the same; not where
-            another error is under way.
+        DesyncError: another rank made different calls than this one, which becomes apparent only
+            now that there are no more calls. Raised on this rank, which has left nevertheless, but
+            not while another error propagates.
 
     Examples:
         >>> import objcomm
         >>> objcomm.shutdown()
     """
-    # A fork has none of the threads that torch's groups live by: to destroy them there is a crash.
+    # A forked process lacks the threads of torch's groups; destroying the groups there crashes.
     if is_initialized() and not resolve(None).is_of_the_parent:
         with audited(f"objcomm.shutdown at {call_site()}"):
             dist.destroy_process_group()
 
 
 def ddp_init_group(run_opts: Mapping[str, Any]) -> Start:
-    """Join the ranks as SpeechBrain's function of this name does, by ``init``.
+    """Call ``init`` with the arguments of SpeechBrain's function of this name.
 
-    Every rank of the job must call this. Any launcher will do, where SpeechBrain's asks for
-    ``RANK`` and ``LOCAL_RANK`` and else returns without a word.
+    Every rank of the job must call this. It works with any launcher, whereas SpeechBrain's function
+    needs ``RANK`` and ``LOCAL_RANK`` and otherwise returns silently.
 
     Args:
-        run_opts: SpeechBrain's run options; ``distributed_backend`` is used, and ``device`` if it
-            is an accelerator with an index. Others are ignored.
+        run_opts: SpeechBrain's run options. ``distributed_backend`` is used, and ``device`` if it
+            is an accelerator with an index; others are ignored.
 
     Returns:
-        As ``init``.
+        As in ``init``.
 
     Raises:
-        UsageError: as ``init``, on the same ranks.
-        StartError: as ``init``, on the same ranks.
+        UsageError: as in ``init``, on the same ranks.
+        StartError: as in ``init``, on the same ranks.
 
     Examples:
         >>> from objcomm.compat.speechbrain import ddp_init_group
@@ -367,7 +370,7 @@ def _alone() -> Start:
 
 
 def _as_it_is(backend: str | None, limit: timedelta | None, device: DeviceLike) -> Start:
-    """The facts where the program has initialised torch.distributed itself."""
+    """Check the arguments against torch.distributed as the program has initialized it."""
     current = str(dist.get_backend_config())
     wanted, there = backends_in(backend or ""), backends_in(current)
     if any(there.get(each, name) != name for each, name in wanted.items()):
@@ -414,7 +417,7 @@ def _joined(
     own = device_of(place, device_type, device) if device_type else torch.device("cpu")
     if own.type != "cpu":
         make_current(own)
-    chosen_now = settings()  # a wrong variable is an error here, and not of whom this rank meets
+    chosen_now = settings()  # a wrong variable must fail here, before this rank meets others
     _ = chosen_now.chosen_transport, chosen_now.chosen_ports, environment_check()
     environment_secret()
     address = f"{f'[{place.host}]' if ':' in place.host else place.host}:{place.port}"
@@ -429,14 +432,14 @@ def _joined(
         world = dist.group.WORLD
         if world is not None and is_reachable(None):
             _connect(limit)
-            # Who left sooner would end connections that other ranks are still making.
+            # A rank that left earlier would close connections that others are still establishing.
             await_all(store_of(world), place.world_size)
         if agents:
             store.set(_HAVE_JOINED, "")
     except (RuntimeError, ValueError, TimeoutError) as error:
         shutdown()
         absent = error.missing if isinstance(error, _NotComeError) else ()
-        # The private error says no more than the text.
+        # The private error adds nothing to the text.
         cause = error.__cause__ if isinstance(error, _NotComeError) else error
         raise StartError(place.rank, place.world_size, address, str(error), absent) from cause
     return Start(
@@ -445,19 +448,19 @@ def _joined(
 
 
 class _NotComeError(TimeoutError):
-    """Some ranks have not come to the meeting; it becomes a StartError, and never leaves here."""
+    """Some ranks have not arrived. This module converts it to a StartError."""
 
     def __init__(self, reason: str, missing: tuple[int, ...]) -> None:
         super().__init__(reason)
         self.missing = missing
 
 
-# Quoted, for a torch that was built without distributed.
+# The return type is quoted for a torch that was built without distributed.
 def _store(place: Placement, limit: timedelta | None, *, is_agents: bool) -> "dist.Store":
-    """The store where ranks meet: torchrun's, for all attempts, or one that rank 0 keeps.
+    """Connect to the store where ranks meet: torchrun's, for all attempts, or one on rank 0.
 
     Raises:
-        TimeoutError: rank 0 keeps it, and cannot be reached.
+        TimeoutError: the store is on rank 0, which can't be reached.
     """
     from torch.distributed.constants import default_pg_timeout  # noqa: PLC0415  # needs distributed
 
@@ -471,14 +474,14 @@ def _store(place: Placement, limit: timedelta | None, *, is_agents: bool) -> "di
             place.world_size,
             is_master=is_host,
             timeout=timeout,
-            wait_for_workers=False,  # they are asked by name: torch only counts them
+            wait_for_workers=False,  # torch only counts workers; the roll call names them
             multi_tenant=not is_agents,
             use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
         )
 
     try:
         _await_host(place, timeout.total_seconds(), is_host=is_host)
-        # Torch (2.13) waits without end for another program that listens there and says nothing.
+        # Torch (2.13) waits forever for another program that listens there and never answers.
         return done_within(_LONGER * timeout.total_seconds(), make, lambda _: None)
     except (RuntimeError, TimeoutError) as error:
         if place.rank == 0 or is_agents:
@@ -488,19 +491,20 @@ def _store(place: Placement, limit: timedelta | None, *, is_agents: bool) -> "di
 
 
 def _await_host(place: Placement, seconds: float, *, is_host: bool) -> None:
-    """Return when somebody takes connections where the ranks meet, or this rank is about to.
+    """Wait until the store's address accepts connections; on its host, only resolve the name.
 
-    Torch's store waits for that in C++: Ctrl-C does not end it, and its error is a page of frames.
+    Torch's store would wait in C++, where Ctrl-C does not end it, and its error is a page of
+    frames.
 
     Raises:
-        TimeoutError: nobody does.
+        TimeoutError: the address does not accept connections.
     """
     began = time.monotonic()
     is_said = False
     while True:
         left = began + seconds - time.monotonic()
         try:
-            if is_host:  # torch connects to its own store by that name
+            if is_host:  # torch connects to its own store by this name
                 socket.getaddrinfo(place.host, place.port)
             else:
                 limit = min(max(left, 0.1), 1.0)
@@ -523,10 +527,10 @@ def _await_host(place: Placement, seconds: float, *, is_host: bool) -> None:
 
 
 def _call_the_roll(part: "dist.Store", place: Placement, seconds: float) -> None:
-    """Return when all ranks have come to a part of the store.
+    """Wait until all ranks have arrived at a part of the store.
 
     Raises:
-        TimeoutError: some have not.
+        TimeoutError: some have not arrived.
     """
     turn = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     missing = call_the_roll(part, place.rank, place.world_size, seconds, turn)
@@ -540,13 +544,13 @@ def _call_the_roll(part: "dist.Store", place: Placement, seconds: float) -> None
 
 
 def _fresh_part(store: "dist.Store", place: Placement) -> "dist.Store":
-    """The part of the store in which torch's ranks meet, or a new one if they met there before.
+    """Return the part of the store in which torch's ranks meet, or a new one if they met before.
 
-    Gloo finds the others by addresses that it leaves in the store and never removes: who joins
-    again would connect to what has ended.
+    Gloo stores the addresses of ranks there and never removes them, so ranks that join again would
+    connect to old addresses.
 
     Raises:
-        TimeoutError: some ranks have not come.
+        TimeoutError: some ranks have not arrived.
     """
     if place.world_size == 1 or not store.check([_HAVE_JOINED]):
         return dist.PrefixStore(_OF_TORCH, store)

@@ -1,6 +1,6 @@
-"""Ranks on this machine, started from a program, a notebook or a test, by torch's own launcher.
+"""Start ranks on this machine from a program, a notebook or a test, with torch's own launcher.
 
-Knows processes and their files; what runs inside of one is ``worker``.
+Knows processes and their files; ``worker`` runs inside each process.
 """
 
 import contextlib
@@ -29,20 +29,20 @@ from objcomm.errors import LaunchError, RankFailure, UsageError, text_of
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-# After one rank has failed the others hear of it by themselves within 2 s, and tell what they saw.
+# After one rank has failed, the others detect that within 2 s and report their own errors.
 _GRACE_SECONDS = 4.0
-# A busy machine takes a while to end a killed process; torch leaves it alone after the grace.
+# On a busy machine a killed process takes a while to end; torch does not wait for it any longer.
 _KILLED_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _STACK_SECONDS = 4.0
 _STACK_POLL_SECONDS = 0.25
 
-# Of what torch says there, errors alone are news: that ranks are ended, the caller's error tells.
+# Only errors of this logger are shown: the caller's own error says which ranks were ended.
 _CHATTER = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
-# A rank finds modules where its parent does, objcomm included.
+# A rank finds modules where its parent finds them, objcomm included.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "from objcomm._bootstrap.worker import main; sys.exit(main())"
@@ -58,33 +58,33 @@ def launch(
     timeout: Timeout = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[T]:
-    """Run a function on several new ranks on this machine, and return what each returned.
+    """Run a function on several new ranks on this machine, and return all results.
 
-    To be called by a program that is no rank itself: a script, a notebook or a test. Each rank is a
-    fresh process, which has torchrun's variables. Functions of ``__main__`` and of notebooks,
-    lambdas and closures go there by value, others by name. Ranks write to this program's output.
-    Whatever happens, Ctrl-C and SIGTERM included, no rank outlives the call; if this process is
-    killed, the kernel kills the ranks (on Linux).
+    Call this from a program that is not a rank itself: a script, a notebook or a test. Each rank is
+    a new process with torchrun's variables. Functions of ``__main__`` and of notebooks, lambdas and
+    closures are sent by value, others by name. Ranks write to this program's output. No rank
+    outlives the call, even after Ctrl-C or SIGTERM; if this process is killed, the kernel kills the
+    ranks (on Linux).
 
     Args:
-        fn: what to run; for keywords use ``functools.partial`` or a lambda.
-        nproc: how many ranks.
-        args: for ``fn``, the same on every rank.
+        fn: the function to run; use ``functools.partial`` or a lambda to pass keywords.
+        nproc: number of ranks.
+        args: arguments for ``fn``, the same on every rank.
         joined: whether each rank calls ``objcomm.init`` before ``fn``, and ``objcomm.shutdown``
             after it.
         backend: for ``objcomm.init``.
-        timeout: seconds or timedelta for all, the start of the processes included; no limit if
-            None. Ranks that have not ended by then are ended.
-        environment: further variables for each rank. ``OMP_NUM_THREADS`` is this machine's cores
-            divided by ``nproc`` if neither this nor the environment has it.
+        timeout: seconds or timedelta for everything, including the start of the processes; no limit
+            by default. Ranks still running at that time are ended.
+        environment: additional variables for each rank. If neither this nor the environment sets
+            ``OMP_NUM_THREADS``, it is the number of this machine's cores divided by ``nproc``.
 
     Returns:
         What ``fn`` returned on each rank, in rank order.
 
     Raises:
         UsageError: an argument is wrong, or ``fn`` or ``args`` can't be pickled.
-        LaunchError: a rank raised, exited or was ended. It has every such rank's failure with its
-            traceback; a rank that waited in vain shows where it stood.
+        LaunchError: a rank raised, exited or was ended. It contains the failure of every such rank
+            with its traceback; for a rank that hung, the traceback shows where.
 
     Examples:
         >>> import objcomm
@@ -111,18 +111,18 @@ def launch(
             job.run(order, limit)
             results = job.results()
         except BaseException as error:
-            stopped = getattr(error, "sigval", 0)  # of torch's SignalException
+            stopped = getattr(error, "sigval", 0)  # if it is torch's SignalException
             if not stopped:
                 raise
     if stopped == signal.SIGINT:
         raise KeyboardInterrupt
-    if stopped:  # now that the ranks have ended, it does what it would have done without them
+    if stopped:  # the ranks have ended, so the signal may take its normal effect
         os.kill(os.getpid(), stopped)
     return cast("list[T]", results)
 
 
 def _pickled(name: str, order: tuple[object, ...]) -> bytes:
-    from objcomm._codecs.by_value import dumps  # noqa: PLC0415  # most programs launch nothing
+    from objcomm._codecs.by_value import dumps  # noqa: PLC0415  # most programs do not launch
 
     try:
         return dumps(order)
@@ -135,7 +135,7 @@ def _pickled(name: str, order: tuple[object, ...]) -> bytes:
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Put the signals' handlers back that torch's launcher replaces, on the main thread only."""
+    """Restore the signal handlers that torch's launcher replaces, on the main thread only."""
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {each: signal.getsignal(each) for each in _SIGNALS} if is_main else {}
     try:
@@ -158,7 +158,11 @@ def _quiet() -> Iterator[None]:
 
 
 def _check_start(backend: str | None, environment: Mapping[str, str] | None) -> None:
-    """Raise UsageError, unless ranks can be started with these."""
+    """Validate the backend and environment for new ranks.
+
+    Raises:
+        UsageError: one of them is of a wrong type.
+    """
     if not isinstance(backend, str | None):
         raise UsageError(f"launch: backend={backend!r} must be a backend's name or None")
     if not isinstance(environment, Mapping | None):
@@ -174,7 +178,7 @@ class _Job:
     """The ranks of one call.
 
     Attributes:
-        failed: why ranks had to be ended, by rank.
+        failed: for each rank that had to be ended, the reason.
     """
 
     def __init__(self, name: str, folder: Path, nproc: int, environment: Mapping[str, str]) -> None:
@@ -186,8 +190,8 @@ class _Job:
         self.failed: dict[int, str] = {}
 
     def run(self, order: bytes, limit: float) -> None:
-        """Start all ranks and return when none is left."""
-        # Imported here, because it takes as long as all of objcomm, for programs that launch.
+        """Start all ranks, and return when all have ended."""
+        # Imported here because it takes as long as all of objcomm, and only launching needs it.
         from torch.distributed.elastic.multiprocessing import (  # noqa: PLC0415  # see above
             DefaultLogsSpecs,
             start_processes,
@@ -195,7 +199,7 @@ class _Job:
 
         deadline = time.monotonic() + limit
         (self._folder / "order").write_bytes(order)
-        # The ranks meet in this process, as they do in torchrun's: no port can be taken meanwhile.
+        # The ranks meet in this process, as in torchrun's, so the port can't be taken meanwhile.
         store = loopback_store()
         command = ("-c", _PROGRAM, json.dumps(sys.path), str(self._folder), str(os.getpid()))
         before = {each: signal.getsignal(each) for each in _SIGNALS}
@@ -235,16 +239,16 @@ class _Job:
         }
 
     def _wait(self, deadline: float, limit: float) -> None:
-        """Return when all ranks have ended, or those that have not may not go on."""
+        """Wait until all ranks have ended, or until those still running must be ended."""
         reason = f"it had not ended within {limit:g} s, and was killed"
         while running := self._running():
             if self._has_failed() and "failed" not in reason:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
                 reason = f"it had not ended {_GRACE_SECONDS:g} s after another rank failed"
             if time.monotonic() > deadline:
-                # Who has told how it went has only been slow to end.
+                # A rank that has reported its outcome is only slow to end.
                 self._ask_for_stacks([rank for rank in running if not self._has_told(rank)])
-                # Decided before they are ended: what one then hears of another's end is no news.
+                # Decided before they are ended: the end of one makes others fail, too.
                 late = [rank for rank in running if not self._has_told(rank)]
                 self.failed = dict.fromkeys(late, reason)
                 return
@@ -264,9 +268,10 @@ class _Job:
         return any(self._path(kind, rank).exists() for kind in ("result", "failure"))
 
     def _ask_for_stacks(self, ranks: list[int]) -> None:
-        """Let ranks write where they stand, and return when they have, or soon if they can't."""
+        """Make ranks write their stacks, and wait for them for up to ``_STACK_SECONDS``."""
         paths = {rank: self._path("stacks", rank) for rank in ranks}
-        asked = {rank: path for rank, path in paths.items() if path.exists()}  # so it listens
+        # The file exists once the rank handles the signal.
+        asked = {rank: path for rank, path in paths.items() if path.exists()}
         for rank in asked:
             self._processes()[rank].send_signal(signal.SIGUSR1)
         expires = time.monotonic() + _STACK_SECONDS
@@ -281,10 +286,10 @@ class _Job:
         return self._folder / f"{kind}{rank}"
 
     def results(self) -> list[object]:
-        """What all ranks returned.
+        """Return the results of all ranks.
 
         Raises:
-            LaunchError: some did not return.
+            LaunchError: some ranks did not return.
         """
         results: list[object] = []
         failures: dict[int, RankFailure] = {}
@@ -293,7 +298,7 @@ class _Job:
                 results.append(self._result(rank))
             except _Failed as failed:
                 failures[rank] = failed.failure
-            except Exception as error:  # noqa: BLE001  # what a result's own code raises
+            except Exception as error:  # noqa: BLE001  # raised by code of the result itself
                 failures[rank] = failure_of(error, rank)
         if failures:
             in_order = sorted(failures, key=self._when)
@@ -301,10 +306,11 @@ class _Job:
         return results
 
     def _when(self, rank: int) -> tuple[int, int]:
-        """A failure's place in the order of causes, then of time.
+        """Return the sort key of a failure: by cause, then by time.
 
-        What a rank heard of another comes after all that may have been its cause, whoever told
-        first; what had to be ended comes last. A death, which nobody told, comes before what was.
+        A rank that died without a report comes first. Errors that a rank received from another come
+        after all errors that may have caused them, whichever was reported first. Ranks that had to
+        be ended come last.
         """
         path = self._path("failure", rank)
         if rank in self.failed:
@@ -330,7 +336,7 @@ class _Job:
 
 
 class _Failed(Exception):
-    """A rank did not return; it goes no further than this module."""
+    """A rank did not return a result. Used only within this module."""
 
     def __init__(self, failure: RankFailure) -> None:
         super().__init__(failure)
@@ -338,7 +344,7 @@ class _Failed(Exception):
 
 
 def _restore_chosen(before: Mapping[signal.Signals, Any]) -> None:
-    """Put back handlers that the program has chosen; torch's stay for signals that end it."""
+    """Restore handlers that the program has set; torch's stay for signals that would end it."""
     if threading.current_thread() is threading.main_thread():
         for each, handler in before.items():
             if handler is not signal.SIG_DFL:

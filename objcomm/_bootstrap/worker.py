@@ -1,6 +1,6 @@
-"""What one process of ``launch`` does: join, run the function, leave word of how it went.
+"""One process of ``launch``: join the ranks, run the function, and report the outcome.
 
-Started by ``launch`` alone, with the folder of the job and the process id of its parent.
+Only ``launch`` starts this, with the job's folder and the process id of its parent.
 """
 
 import contextlib
@@ -29,16 +29,16 @@ def main() -> int:
     del sys.argv[1:]
     _end_with(parent)
     with (folder / f"stacks{rank}").open("wb") as stacks:
-        # So that launch can ask a rank that does not end where it is.
+        # So that ``launch`` can get the stack of a rank that hangs.
         faulthandler.register(signal.SIGUSR1, stacks.fileno(), all_threads=True)
         try:
             _leave(folder / f"result{rank}", dumps(_run(folder)))
-        except BaseException as error:  # noqa: BLE001  # all of them are told
+        except BaseException as error:  # noqa: BLE001  # all are reported
             failure = failure_of(error, rank)
             told = (failure.type_name, failure.message, failure.traceback)
             _leave(folder / f"failure{rank}", json.dumps((is_heard(error), told)).encode())
-            # Now that its own failure is told: others that wait for this rank hear of it. Here,
-            # where it is under way, ranks are not compared: it made fewer calls because of it.
+            # After its own failure is reported, because ranks that wait for this one now fail too.
+            # In the handler, because then calls are not compared: this rank made fewer of them.
             shutdown()
             return 1
         else:
@@ -49,9 +49,9 @@ def main() -> int:
 
 
 def is_heard(error: BaseException) -> bool:
-    """Whether a failure is what this rank heard of another's, and so never the first.
+    """Whether a failure was caused by another rank's, and so can't be the first.
 
-    A time limit that has passed is this rank's own: the others may only be slow.
+    A timeout is this rank's own failure, because the other ranks may only be slow.
     """
     seen: set[int] = set()
     at: BaseException | None = error
@@ -78,18 +78,18 @@ def _run(folder: Path) -> Any:
 
 
 def _leave(path: Path, content: bytes) -> None:
-    """Write a file that is there as a whole or not at all."""
+    """Write a file atomically."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_bytes(content)
-    # The kernel's own stamps are some milliseconds coarse; who failed first is told by them.
+    # Failures are sorted by modification time; the kernel's own is accurate to some milliseconds.
     now = time.time_ns()
     os.utime(unfinished, ns=(now, now))
     unfinished.rename(path)
 
 
 def _end_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent has ended, however that came."""
-    with contextlib.suppress(AttributeError, OSError):  # no Linux
+    """Make the kernel kill this process when its parent ends for any reason."""
+    with contextlib.suppress(AttributeError, OSError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before
+    if os.getppid() != parent:  # it has already ended
         os.kill(os.getpid(), signal.SIGKILL)

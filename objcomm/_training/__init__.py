@@ -1,4 +1,4 @@
-"""What training loops ask of the operations: models, metrics, data, and who computes what.
+"""Helpers for training loops: models, metrics, data, and code that runs on one rank only.
 
-Built on the operations of the rooms below; knows nothing of how the ranks were started.
+Built on the operations of the layers below; does not know how the ranks were started.
 """

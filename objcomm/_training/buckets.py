@@ -1,8 +1,9 @@
-"""Tensors that all ranks change alike, in place and in few transfers: shared, or averaged.
+"""Share or average tensors on all ranks, in place and in few transfers.
 
-First all ranks compare digests of what they have. Only where those differ, one rank reads all
-manifests, and names the first difference or settles whose gradients are missing; nothing has moved
-by then. Then small tensors of one dtype travel together, and large ones from their own memory into
+The ranks first compare digests of their manifests. If the digests differ, one rank reads all
+manifests; it reports the first difference in the tensors, or merges the manifests if the ranks
+differ only in which gradients and device links they have. No tensor has moved until then. After
+that, small tensors of one dtype travel together, and large ones are sent from and received into
 their own memory.
 """
 
@@ -33,25 +34,25 @@ _HOST = torch.device("cpu")
 
 
 class Rule(enum.Enum):
-    """What becomes of tensors."""
+    """What to do with tensors."""
 
-    SHARE = "shared"  # the root's
-    AVERAGE = "averaged"  # added up in float64: equal tensors stay equal, bit by bit
+    SHARE = "shared"  # every rank gets the root's
+    AVERAGE = "averaged"  # summed in float64, so the mean of equal tensors has the same bits
     GRADIENTS = "averaged as gradients"  # as DistributedDataParallel does
 
 
-_Flat: TypeAlias = tuple[Rule, torch.Tensor]  # a bucket's elements, and what becomes of them
+_Flat: TypeAlias = tuple[Rule, torch.Tensor]  # a bucket's rule, and its elements
 _Carrier: TypeAlias = Callable[[Call, Exchange, Sequence[_Flat]], None]
 
 
 class Bundle(NamedTuple):
-    """Tensors of one rule.
+    """Tensors to which one rule applies.
 
     Attributes:
-        rule: what becomes of them.
-        names: for errors; empty texts where they have none.
-        likes: one tensor for each, which tells dtype, shape and device.
-        tensors: what changes; None for a gradient that this rank does not have.
+        rule: what to do with them.
+        names: for errors; an empty string for a tensor without a name.
+        likes: for each, a tensor of the same dtype, shape and device.
+        tensors: the tensors to change; None for a gradient that this rank does not have.
     """
 
     rule: Rule
@@ -61,14 +62,14 @@ class Bundle(NamedTuple):
 
 
 class TensorGroup(NamedTuple):
-    """What some tensors have in common.
+    """The properties that some tensors have in common.
 
     Attributes:
-        text: all that must agree of a tensor besides its name.
-        rule: what becomes of it; those without fractions are shared.
-        lot: a name of those that may travel as one.
-        device_type: where it lies.
-        nbytes: of all its elements.
+        text: everything besides the name that must be the same on all ranks.
+        rule: what to do with each; dtypes that have no mean are shared.
+        lot: a key that is equal for tensors that may travel together.
+        device_type: the type of device that each is on.
+        nbytes: the size of each.
     """
 
     text: str
@@ -79,12 +80,13 @@ class TensorGroup(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """All that ranks must agree on before anything moves.
+    """Everything that ranks must agree on before any tensor moves.
 
     Attributes:
-        lines: a text for each tensor of each bundle, in order: its name, and what it is.
-        present: for each, whether this rank has it.
-        linked: the types of device that this rank's device links join, with commas; may be empty.
+        lines: one string for each tensor of each bundle, in order: its name and description.
+        present: one byte for each tensor: whether this rank has it.
+        linked: the device types that this rank's device links join, separated by commas; may be
+            empty.
     """
 
     lines: Sequence[str]
@@ -93,17 +95,17 @@ class Manifest(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """Equal on two ranks if all else is."""
+        """A hash of all fields."""
         text = "\n".join(self.lines).encode("utf-8", "surrogatepass")
         tail = b"\0" + self.present + b"\0" + self.linked.encode()
         return hashlib.blake2b(text + tail, digest_size=16).digest()
 
 
 def manifest_of(bundles: Sequence[Bundle], linked: str) -> tuple[Manifest, list[TensorGroup]]:
-    """This rank's, and the kind of each tensor.
+    """Return this rank's manifest, and the kind of each tensor.
 
     Raises:
-        UsageError: a tensor can't be changed in place; names it.
+        UsageError: a tensor can't be changed in place. The error names it.
     """
     kinds: list[TensorGroup] = []
     lines: list[str] = []
@@ -118,13 +120,15 @@ def manifest_of(bundles: Sequence[Bundle], linked: str) -> tuple[Manifest, list[
 
 
 def merged(manifests: Sequence[Manifest]) -> Manifest:
-    """What holds for all ranks: what any of them has, and device links if all have the same.
+    """Merge the ranks' manifests.
+
+    A tensor is present if any rank has it. Device links count if they are the same on all ranks.
 
     Args:
         manifests: one per rank, in rank order.
 
     Raises:
-        DifferenceError: they have other tensors; names the first.
+        DifferenceError: the ranks have different tensors. The error names the first difference.
     """
     first = manifests[0]
     for rank, other in enumerate(manifests):
@@ -156,12 +160,12 @@ def _parts(line: str) -> tuple[str, str]:
 
 
 def is_repeated(line: str) -> bool:
-    """Whether a tensor is one that stands further ahead, too."""
+    """Whether a tensor shares its memory with an earlier one, given its line of a manifest."""
     return line.count("\0") > 1
 
 
-# All tensors are asked one thing after another, and looked at one by one only where something is
-# wrong: a loop over 1,000 of them that asks each for everything takes as long as their transfer.
+# Each check covers all tensors in one pass, and single tensors are examined only if it fails. One
+# loop that checks everything about each of 1,000 tensors takes as long as their transfer.
 
 
 def _kinds(bundle: Bundle) -> list[TensorGroup]:
@@ -206,7 +210,7 @@ def _check_gradients(
     owned = [each for each in tensors if each is not None]
     _check_plain([names[at] for at in places], owned, "the gradient of ")
     dtypes = [likes[at].dtype for at in places]
-    if [each.dtype for each in owned] != dtypes:  # torch sees to shapes and devices
+    if [each.dtype for each in owned] != dtypes:  # torch checks shapes and devices
         at = next(at for at, own in zip(places, owned, strict=True) if own.dtype != likes[at].dtype)
         raise UsageError(f"{_label(names[at], at)} and its gradient have different dtypes")
 
@@ -224,9 +228,9 @@ def _kind(rule: Rule, name: str, at: int, like: torch.Tensor) -> TensorGroup:
 
 
 def _mark_repeated(bundle: Bundle, kinds: Sequence[TensorGroup], texts: list[str]) -> None:
-    """Say of each large tensor whether it is one that stands further ahead.
+    """Mark each large tensor that shares its memory with an earlier one.
 
-    A gradient that this rank lacks is its parameter's: another rank may have it.
+    A gradient that this rank lacks is identified by its parameter: another rank may have it.
     """
     places: dict[tuple[bool, int], int] = {}
     for at, (kind, tensor) in enumerate(zip(kinds, bundle.tensors, strict=True)):
@@ -242,18 +246,18 @@ def _label(name: str, at: int) -> str:
     return repr(name) if name else f"tensor {at}"
 
 
-# What is packed takes memory of its own: over a device link for one bucket at a time, in CPU memory
-# for all.
+# Packing needs extra memory: for one bucket at a time over a device link, for all buckets at the
+# same time in CPU memory.
 _BUCKET_MAX_NBYTES = 32 << 20
 
 
 def synchronise(call: Call, make: Callable[[], Sequence[Bundle]], *, moves: bool = True) -> None:
-    """All tensors of all bundles, in place.
+    """Synchronize all tensors of all bundles, in place.
 
     Args:
-        call: the call, which was entered; its root's tensors are shared.
-        make: gives the bundles, in the same order on all ranks; an error of it is this rank's.
-        moves: whether to do more than to compare what the ranks have.
+        call: the call, already entered; its root's tensors are the ones that are shared.
+        make: returns the bundles, in the same order on all ranks; if it raises, this rank fails.
+        moves: whether to change the tensors; if not, the ranks only compare what they have.
     """
     if call.is_alone:
         call.alone(lambda: manifest_of(make(), ""))
@@ -270,14 +274,13 @@ def synchronise(call: Call, make: Callable[[], Sequence[Bundle]], *, moves: bool
 
     mine = call.message(make, digest)
     made: dict[int, torch.Tensor] = {}
-    # One turn for all of it: a rank for which memory is missing must tell the others.
+    # One exchange for all steps: a rank that runs out of memory must report that to the others.
     with call.exchange as exchange:
         told, manifest = _agreed(call, exchange, mine, own)
         if moves and manifest is not None:
-            with torch.inference_mode(mode=False):  # what is made here must serve autograd
+            with torch.inference_mode(mode=False):  # for tensors that autograd can use
                 buckets = _buckets(bundles, manifest, kinds, made)
-            # In this mode those tensors can be changed, too, that were made in it; and none is
-            # traced.
+            # Inference tensors can be changed only in inference mode, where nothing is traced.
             with torch.inference_mode():
                 _move(call, exchange, buckets, manifest.linked)
     call.raise_failures(told)
@@ -289,9 +292,10 @@ def synchronise(call: Call, make: Callable[[], Sequence[Bundle]], *, moves: bool
 def _agreed(
     call: Call, exchange: Exchange, digest: Message, own: Manifest
 ) -> tuple[Sequence[Message], Manifest | None]:
-    """What holds for all ranks, or None; and the messages that say what is wrong then.
+    """Compare what the ranks have, and return the manifest that holds for all of them.
 
-    They have other tensors, or some rank's can't be changed.
+    If they have different tensors, or some rank's can't be changed, the manifest is None, and the
+    messages returned with it say what is wrong.
     """
     messages = routes.all_gather(exchange, digest)
     if call.failures(messages) is not None:
@@ -317,7 +321,7 @@ def _agreed(
 
 
 def _is_manifest(plain: Any) -> bool:
-    """Whether it can be what makes a ``Manifest`` on another rank."""
+    """Whether a received value consists of the fields of a ``Manifest``."""
     match plain:
         case [list(lines), bytes(present), str()]:
             are_flags = len(present) == len(lines) and set(present) <= {False, True}
@@ -326,19 +330,19 @@ def _is_manifest(plain: Any) -> bool:
 
 
 def _is_like(flat: torch.Tensor, plain: Any) -> bool:
-    """Whether it can be another rank's ``flat``."""
+    """Whether a received value is a tensor of the dtype and shape of ``flat``."""
     is_tensor = isinstance(plain, torch.Tensor)
     return is_tensor and (plain.dtype, plain.shape) == (flat.dtype, flat.shape)
 
 
 class _Bucket:
-    """Tensors of one rule and dtype that travel as one; the same picture on all ranks.
+    """Tensors of one rule and dtype that travel together; all ranks group them alike.
 
     Attributes:
-        rule: what becomes of them.
-        device_type: where they lie on all ranks.
+        rule: what to do with them.
+        device_type: the type of device that they are on, on all ranks.
         tensors: this rank's own.
-        nbytes: of all of them.
+        nbytes: their total size.
     """
 
     def __init__(self, rule: Rule, device_type: str) -> None:
@@ -351,15 +355,15 @@ class _Bucket:
         self._packed: torch.Tensor | None = None
 
     def open(self) -> torch.Tensor:
-        """All elements one after another: a tensor's own memory where it is the only one.
+        """Return all elements as one flat tensor; a single tensor is not copied.
 
-        They are packed on the first tensor's device. Ranks may have spread a model over devices of
-        one type in different ways, so a bucket is not of one device.
+        They are packed on the first tensor's device. Ranks may spread a model over devices of one
+        type in different ways, so the tensors of a bucket may be on several devices.
         """
         tensors = self.tensors
         device = tensors[0].device
         is_complex = tensors[0].is_complex()
-        # A tensor that torch conjugates or negates when it is read has no such memory, either.
+        # A tensor that torch conjugates or negates lazily can't be sent from its memory either.
         self._copied = [
             at
             for at, each in enumerate(tensors)
@@ -377,13 +381,13 @@ class _Bucket:
         return self._packed
 
     def close(self, flat: torch.Tensor) -> None:
-        """Put what has become of the elements where they belong, and tell autograd."""
+        """Write the results back into the tensors, and notify autograd of the change."""
         views, tensors = self._views, self.tensors
         if flat is not self._packed or len(views) > 1:
             sizes = [view.numel() for view in views]
             torch.split_with_sizes_copy(flat.to(views[0].device), sizes, out=views)
         elif not self._copied and not tensors[0].is_inference():
-            increment_version(tensors[0])  # what arrives over a link does not count as a change
+            increment_version(tensors[0])  # torch does not count received data as a change
         for at in self._copied:
             tensors[at].copy_(views[at].view(tensors[at].shape))
         self._views, self._packed = [], None
@@ -395,7 +399,7 @@ def _buckets(
     kinds: Sequence[TensorGroup],
     made: dict[int, torch.Tensor],
 ) -> list[_Bucket]:
-    """Sort tensors by what all ranks know of them: rule, dtype, size and type of device."""
+    """Group tensors by what is the same on all ranks: rule, dtype, size and type of device."""
     buckets: list[_Bucket] = []
     open_ones: dict[str, _Bucket] = {}
     likes = [like for bundle in bundles for like in bundle.likes]
@@ -422,8 +426,8 @@ def _buckets(
 
 
 def _move(call: Call, exchange: Exchange, buckets: Sequence[_Bucket], linked: str) -> None:
-    """Let all buckets travel: over a device link where one joins the tensors' devices."""
-    # What travels outside of messages is not signed.
+    """Transfer all buckets, over a device link if one joins the tensors' devices."""
+    # Data sent outside of messages is not signed.
     is_signed = exchange.gate.signer is not None
     placed = [
         (bucket, None if is_signed else exchange.device.joined(bucket.device_type, linked))
@@ -458,7 +462,7 @@ def _between_hosts(call: Call, exchange: Exchange, flats: Sequence[_Flat]) -> No
 def _between_devices(call: Call, exchange: Exchange, flats: Sequence[_Flat]) -> None:
     for rule, flat in flats:
         if rule is Rule.SHARE:
-            routes.meet_before_devices(exchange)  # a rank that could not pack its tensors is absent
+            routes.meet_before_devices(exchange)  # a rank that failed to pack its tensors is absent
             exchange.accelerators().broadcast_flat(flat.view(torch.uint8), call.root)
         else:
             reduce_on_device(exchange, [_part(exchange, rule, flat)])
@@ -473,7 +477,7 @@ def _in_messages(call: Call, exchange: Exchange, flats: Sequence[_Flat]) -> None
             if not call.is_root:
                 flat.copy_(read(message))
             continue
-        # A copy, because the means take the place of what is still being sent.
+        # A copy, because the means overwrite data that is still being sent.
         messages = routes.all_gather(exchange, call.message(flat, torch.Tensor.clone))
         operands = [
             flat if rank == call.rank else read(message) for rank, message in enumerate(messages)
@@ -484,7 +488,7 @@ def _in_messages(call: Call, exchange: Exchange, flats: Sequence[_Flat]) -> None
 def _part(exchange: Exchange, rule: Rule, flat: torch.Tensor) -> Part:
     return Part(
         operand=flat,
-        result=flat,  # which the averages may share with an operand
+        result=flat,  # the averages may overwrite an operand
         dtype=flat.dtype,
         result_dtype=flat.dtype,
         numel=flat.numel(),

@@ -1,4 +1,4 @@
-"""Each rank's part of a data set, for ``torch.utils.data``."""
+"""Each rank's part of a dataset, for ``torch.utils.data``."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -15,16 +15,17 @@ L = TypeVar("L")
 
 
 class Shard(Sampler[int]):
-    """Which members of a data set are this rank's: every so many-th, from its rank on.
+    """Select this rank's samples of a dataset: every ``world_size``-th, starting at its rank.
 
-    Local: ranks agree because they compute the same.
+    Ranks do not communicate; they all compute the same order.
 
     Args:
-        numel: members of the data set; the same on every rank.
-        shuffle: whether to deal a new order in each epoch, the same as torch's DistributedSampler.
-        seed: of that order; the same on every rank.
-        even: whether all ranks get equally many, for which the first members are dealt again.
-        group: who takes part; None for the world.
+        numel: number of samples in the dataset; the same on every rank.
+        shuffle: whether to shuffle, in the same order as torch's DistributedSampler; see
+            ``set_epoch``.
+        seed: for the shuffling; the same on every rank.
+        even: whether to give all ranks the same number of samples, by repeating the first ones.
+        group: the participating ranks; defaults to the world.
 
     Examples:
         >>> import objcomm
@@ -53,7 +54,7 @@ class Shard(Sampler[int]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration; without a call it is always the first epoch's.
+        """Choose the order of the next iteration; without a call it is always that of epoch 0.
 
         Args:
             epoch: the same on every rank.
@@ -79,7 +80,7 @@ class Shard(Sampler[int]):
 if TYPE_CHECKING:
 
     class _Sharded(DataLoader[Any]):
-        """What ``loader`` returns, of which torch's types know the sampler only as an iterable."""
+        """The return type of ``loader``: torch's own types declare ``sampler`` as an iterable."""
 
         sampler: Shard
 
@@ -112,30 +113,32 @@ def loader(
     seed: int = 0,
     **kwargs: Any,
 ) -> Any:
-    """A data loader of this rank's part of a data set.
+    """Create a data loader for this rank's part of a dataset.
 
-    Local: needs no other rank. All ranks must give data sets of one length.
+    Ranks do not communicate. All ranks must pass datasets of the same length.
 
-    With ``shuffle`` every rank gets equally many members, so that all take as many steps; the first
-    of the order are dealt again for that, as torch's DistributedSampler does. Without, each member
-    is dealt once, for an evaluation that must count right: the lower ranks may have one more than
-    the others, so their loops may be one step longer, and must not communicate in it.
+    With ``shuffle``, every rank gets the same number of samples and so takes the same number of
+    steps; the first samples of the order are repeated to fill up, as in torch's DistributedSampler.
+    Without ``shuffle``, each sample occurs exactly once, as an evaluation requires. The lower ranks
+    may then have one sample more than the others, so their loops may take one step more, in which
+    they must not communicate.
 
     Args:
-        dataset: with a length, and members by index.
-        args: more of ``klass``'s, such as the batch size.
-        shuffle: whether members come in an order of the epoch's:
-            ``loader.sampler.set_epoch(epoch)`` chooses it, in a world of one too.
-        klass: makes the loader; called with ``sampler=``.
-        group: who takes part; None for the world.
-        seed: of the order; the same on every rank.
-        kwargs: more of ``klass``'s.
+        dataset: a dataset with a length and access by index.
+        args: more positional arguments for ``klass``.
+        shuffle: whether to shuffle. ``loader.sampler.set_epoch(epoch)`` chooses the order of an
+            epoch, also in a world of one.
+        klass: creates the loader; called with ``sampler=``.
+        group: the participating ranks; defaults to the world.
+        seed: for the shuffling; the same on every rank.
+        kwargs: more keyword arguments for ``klass``, such as ``batch_size``.
 
     Returns:
-        What ``klass`` returned, for torch's DataLoader with a ``objcomm.Shard`` as ``sampler``.
+        What ``klass`` returns. The ``sampler`` of torch's DataLoader is an ``objcomm.Shard``.
 
     Raises:
-        UsageError: the data set has no length, or ``sampler=`` or ``batch_sampler=`` is given.
+        UsageError: the dataset has no length, ``sampler=`` or ``batch_sampler=`` is given,
+            ``klass`` is not callable, or ``seed`` is not an integer.
         NotInGroupError: this rank is not a member of ``group``.
 
     Examples:

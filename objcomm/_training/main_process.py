@@ -1,4 +1,4 @@
-"""Familiar helpers around blocks: code that some ranks run, or one rank before the others."""
+"""Context managers for code that only some ranks run, or that one rank runs before the others."""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -24,19 +24,20 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 def ddp_broadcast(communication_object: T | None, src: int = 0) -> T:
-    """Share an object of the world's rank ``src`` with every rank, as SpeechBrain's does.
+    """Broadcast an object from global rank ``src`` to every rank of the world.
 
-    Every rank must call this.
+    Every rank must call this. It takes the same arguments as SpeechBrain's ``ddp_broadcast``.
 
     Args:
-        communication_object: on ``src`` what to share; elsewhere ignored.
+        communication_object: on ``src``, the object to share; ignored on the other ranks.
         src: global rank of the source.
 
     Returns:
-        The source's object. On the source the identical one, elsewhere an independent copy.
+        The source's object. On the source this is the same object, elsewhere an independent
+        copy.
 
     Raises:
-        CollectiveError: the source could not encode its object. Every rank.
+        CollectiveError: the source could not encode its object. Raised on every rank.
         ObjcommError: whatever ``objcomm.broadcast`` raises, on the same ranks.
 
     Examples:
@@ -48,13 +49,14 @@ def ddp_broadcast(communication_object: T | None, src: int = 0) -> T:
 
 
 def rank_prefixed_message(message: str, *, group: GroupLike = None) -> str:
-    """A text with this rank before it, for logs; unchanged without torch.distributed.
+    """Put this process's rank before a log message.
 
-    Never raises and never communicates.
+    Never raises and never communicates. Returns the message unchanged if torch.distributed is not
+    initialized.
 
     Args:
         message: any text.
-        group: whose rank to show; None for the world.
+        group: the group whose rank to show; defaults to the world.
 
     Examples:
         >>> import objcomm
@@ -65,7 +67,7 @@ def rank_prefixed_message(message: str, *, group: GroupLike = None) -> str:
 
 
 class _Block(ABC, Generic[T_co]):
-    """What the blocks have in common: they may be entered again within themselves."""
+    """Base of the context managers, which may be entered again while they are active."""
 
     def __init__(self, *, group: GroupLike = None, timeout: Timeout = None) -> None:
         self._group_like = group
@@ -74,7 +76,7 @@ class _Block(ABC, Generic[T_co]):
 
     @abstractmethod
     def _entry(self) -> AbstractContextManager[T_co]:
-        """One entry into the block on this rank."""
+        """Create the context manager for one entry on this rank."""
 
     def __enter__(self) -> T_co:
         entry = self._entry()
@@ -92,20 +94,22 @@ class _Block(ABC, Generic[T_co]):
 
 
 class MainProcessContext(_Block[None]):
-    """A block whose calls act locally, for code that only some ranks run.
+    """Make calls act locally in a ``with`` block that only some ranks run.
 
-    The body runs on every rank that enters, and no other rank need enter: nothing is sent. Inside,
-    ``barrier`` returns at once and ``broadcast`` gives back its argument, as SpeechBrain's do;
-    functions that run on the first rank run here. All other calls raise UsageError instead of an
-    answer of one rank. Only calls whose group has other ranks of this one are concerned. Blocks may
-    be nested; other threads are not in them. Code that runs a generator which has yielded in a
-    block is in it, too.
+    The body runs on every rank that enters it. The other ranks need not enter, and nothing is sent.
+    Inside, ``barrier`` returns immediately and ``broadcast`` returns its argument, as SpeechBrain's
+    do, and functions that would run on the first rank run on this one. All other calls raise
+    UsageError rather than return one rank's result. This applies only to calls on groups that
+    contain other ranks of ``group``.
+
+    Blocks may be nested, and other threads are not in them. If a generator yields inside a block,
+    the code that iterates over it is in the block too.
 
     Args:
-        group: whose ranks are not here; None for the world.
+        group: the group whose other ranks are absent; defaults to the world.
 
     Raises:
-        NotInGroupError: this rank is not a member of ``group``. When it is entered.
+        NotInGroupError: this rank is not a member of ``group``. Raised on entry.
 
     Examples:
         >>> import objcomm
@@ -125,22 +129,22 @@ class MainProcessContext(_Block[None]):
 
 
 class zero_only(_Block[bool]):  # noqa: N801  # used as a function, like contextlib's
-    """A block that knows whether it is the first rank's, and whose failure is everybody's.
+    """Give a ``with`` block a flag that is True on the first rank, and share its failure.
 
-    Every rank of ``group`` must enter it. No context manager can skip its body, so the body runs on
-    every rank, and its value says which one this is: put the work under ``if``. At the end all
-    ranks meet and learn whether any of them has failed. Inside, calls act as in
-    ``objcomm.run_on_main``.
+    Every rank of ``group`` must enter the block. A context manager can't skip its body, so the body
+    runs on every rank: put the work under ``if``. At the end all ranks meet and learn whether any
+    of them failed. Inside, calls act as in the function of ``objcomm.run_on_main``.
 
     Args:
-        group: who takes part; None for the world.
-        timeout: for the meeting at the end, seconds or timedelta; the group's own if None. It must
-            leave room for the work.
+        group: the participating ranks; defaults to the world.
+        timeout: for the meeting at the end, seconds or timedelta; defaults to the group's own. It
+            must be long enough for the work.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, when it is entered.
-        CollectiveError: the body raised on some rank. Every rank, at the end, with each failing
-            rank's type, message and traceback; there from its own exception. Later calls work.
+        UsageError: an argument is wrong. Raised on entry, on every rank that passed it.
+        CollectiveError: the body raised on some rank. Raised at the end on every rank, with each
+            failing rank's type, message and traceback; on a failing rank, chained to its own
+            exception. Later calls work.
         ObjcommError: whatever else ``objcomm.barrier`` raises, on the same ranks.
 
     Examples:
@@ -155,7 +159,7 @@ class zero_only(_Block[bool]):  # noqa: N801  # used as a function, like context
     @contextlib.contextmanager
     def _entry(self) -> Iterator[bool]:
         whole = resolve(self._group_like, "zero_only")
-        whole.deadline("zero_only", self._timeout)  # a wrong one is raised here, not at the end
+        whole.deadline("zero_only", self._timeout)  # a wrong timeout fails here, not at the end
         if acts_alone("zero_only", whole.ranks, whole.rank):
             yield True
             return
@@ -167,26 +171,28 @@ class zero_only(_Block[bool]):  # noqa: N801  # used as a function, like context
 
 
 def _without_others(operation: str, whole: Group) -> inside:
-    """A region in which calls act locally."""
+    """Create a region in which calls act locally."""
     others = frozenset(whole.ranks) - {whole.ranks[whole.rank]}
     return inside(Region(operation, later=others, is_local=True))
 
 
 class _Ordered(_Block[None]):
-    """A block that one rank goes through before others."""
+    """A block that one rank runs before the others."""
 
-    _operation: ClassVar[Operation]  # what the user has called, which errors show
+    _operation: ClassVar[Operation]  # errors show its name
 
     @contextlib.contextmanager
     def _in_turn(self, near: GroupLike, first: int = 0) -> Iterator[None]:
-        """Wait for this rank's turn, let the others in after it, and meet all at the end.
+        """Run a block on one rank of ``near``, then on its other ranks.
+
+        All ranks of the whole group meet at the end.
 
         Args:
-            near: the ranks of which one goes before the others; all meet at the end.
-            first: that one, a rank within ``near``.
+            near: the ranks that wait for ``first``.
+            first: rank within ``near`` that runs the block first.
 
         Raises:
-            CollectiveError: it has failed.
+            CollectiveError: the block raised on some rank.
         """
         operation, timeout = self._operation, self._timeout
         options: CallOptions = {"group": self._group_like, "timeout": timeout}
@@ -211,7 +217,7 @@ class _Ordered(_Block[None]):
                 share_outcome(operation, None, **options)
                 waiting.raise_failures([message])
         elif others:
-            call = begun()  # here, for what is wrong already; the others wait for its message
+            call = begun()  # now, so that a wrong call fails before the block
 
         def end(error: BaseException | None) -> None:
             if call is not None:
@@ -232,29 +238,30 @@ class _Ordered(_Block[None]):
 
 
 class main_first(_Ordered):  # noqa: N801  # used as a function, like contextlib's
-    """A block that one rank goes through before the others, which then enter together.
+    """Run a ``with`` block on one rank first, then on all other ranks together.
 
-    Every rank of ``group`` must enter it. Such as: the first rank prepares a dataset and leaves it
-    in a cache, the others find it there. At the end all ranks meet. Where the one that goes first
-    fails, the others do not run their bodies. Nested blocks of the same order need no traffic:
-    the order holds already.
+    Every rank of ``group`` must enter the block. For example, the first rank prepares a dataset and
+    stores it in a cache, where the others find it. All ranks meet at the end. If the block fails on
+    the first rank, the others do not run it. A nested block with the same order needs no traffic.
 
-    No call inside can have an answer from ranks that wait: whichever needs one raises UsageError.
+    Calls inside the block can't get an answer from ranks that are waiting; those that need one
+    raise UsageError.
 
     Args:
-        rank: global rank of the one that goes first, the same on every rank.
-        group_rank: the same as a rank within the group; give one. Neither: the group's first rank.
-        group: who takes part; None for the world.
-        timeout: for each wait, seconds or timedelta; the group's own if None. It must leave room
-            for the body of the one that goes first, and then for the others'.
+        rank: global rank that runs the block first; the same on every rank.
+        group_rank: rank within the group, as an alternative to ``rank``; defaults to the group's
+            first rank.
+        group: the participating ranks; defaults to the world.
+        timeout: for each wait, seconds or timedelta; defaults to the group's own. It must be long
+            enough for the block on the first rank, and then for the block on the others.
 
     Raises:
-        UsageError: an argument is wrong, or a block around this one lets another rank go first.
-            Every rank that gave it, when it is entered.
-        CollectiveError: the body raised on some rank. Every rank: where the one that goes first
-            failed the others raise when they enter, in all other cases at the end. With each
-            failing rank's type, message and traceback; there from its own exception. Later calls
-            work.
+        UsageError: an argument is wrong, or an enclosing block lets another rank go first. Raised
+            on entry, on every rank that passed it.
+        CollectiveError: the block raised on some rank. Raised on every rank, with each failing
+            rank's type, message and traceback; on a failing rank, chained to its own exception. If
+            the block failed on the rank that goes first, the others raise on entry; in all other
+            cases the error is raised at the end. Later calls work.
         ObjcommError: whatever else ``objcomm.barrier`` raises, on the same ranks.
 
     Examples:
@@ -287,26 +294,27 @@ class main_first(_Ordered):  # noqa: N801  # used as a function, like contextlib
 
 
 class zero_first(main_first):  # noqa: N801  # used as a function, like contextlib's
-    """Another name of ``main_first``, which its errors show."""
+    """``main_first`` under another name, which its errors show."""
 
     _operation = Operation.ZERO_FIRST
 
 
 class node_first(_Ordered):  # noqa: N801  # used as a function, like contextlib's
-    """A block that the first rank of each host goes through before the other ranks there.
+    """Run a ``with`` block on the first rank of each host, then on the other ranks there.
 
-    Every rank of ``group`` must enter it. Hosts are what ``node_group`` finds. At the end the
-    ranks of all hosts meet. All else is as in ``main_first``. In a ``main_first`` block it works
-    where ``node_group`` was called before and all ranks share one host.
+    Every rank of ``group`` must enter the block. Hosts are detected as in ``node_group``. The ranks
+    of all hosts meet at the end. Everything else is as in ``main_first``. Inside a ``main_first``
+    block, this works if ``node_group`` was called before and all ranks share one host.
 
     Args:
-        group: who takes part; None for the world.
-        timeout: for each wait, seconds or timedelta; the group's own if None. It must leave room
-            for the bodies of the first ranks, and then for the others'.
+        group: the participating ranks; defaults to the world.
+        timeout: for each wait, seconds or timedelta; defaults to the group's own. It must be long
+            enough for the block on the first ranks, and then for the block on the others.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, when it is entered.
-        CollectiveError: the body raised on some rank. Every rank of all hosts; see ``main_first``.
+        UsageError: an argument is wrong. Raised on entry, on every rank that passed it.
+        CollectiveError: the block raised on some rank. Raised on every rank of all hosts, as in
+            ``main_first``.
         ObjcommError: whatever else ``objcomm.node_group`` or ``objcomm.barrier`` raises.
 
     Examples:
@@ -328,10 +336,10 @@ class node_first(_Ordered):  # noqa: N801  # used as a function, like contextlib
 
 
 def _is_open(name: str, whole: Group) -> bool:
-    """Whether the first rank of this host runs before the others already.
+    """Whether enclosing blocks already let this host's first rank run before the others.
 
     Raises:
-        UsageError: it does not, and other ranks make no call now.
+        UsageError: they do not, and other ranks make no call now.
     """
     if whole.hosts:
         near = [rank for rank, host in enumerate(whole.hosts) if host == whole.hosts[whole.rank]]

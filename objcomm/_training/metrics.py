@@ -1,6 +1,6 @@
-"""Familiar helpers around small results: scalars of every rank, and what is computed of them.
+"""Helpers for small results: gather scalars from every rank, or compute something from them.
 
-Also averages of named numbers over ranks, weighted and exact.
+Also averages named numbers over ranks, weighted and exactly.
 """
 
 import math
@@ -71,27 +71,28 @@ def gather_scalar(
     timeout: Timeout = None,
     async_op: bool = False,
 ) -> list[T] | Work[list[T] | Any] | Any:
-    """Collect one scalar from every rank onto one, each with its exact value and type.
+    """Gather one scalar from every rank onto one, each with its exact value and type.
 
-    Every rank of ``group`` must call this. Types may differ between ranks: nothing is converted,
-    where a float32 tensor would change 2**24 + 1 and 0.1.
+    Every rank of ``group`` must call this. Types may differ between ranks. Nothing is converted,
+    whereas a float32 tensor would change 2**24 + 1 and 0.1.
 
     Args:
-        value: bool, int of any size, float, complex, str, None, a numpy scalar or a tensor without
-            dimensions.
-        dst: global rank that receives.
-        group_dst: the same as a rank within the group; give one. Neither: the group's first rank.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        async_op: return a work at once, whose ``wait`` gives the result.
+        value: bool, int of any size, float, complex, str, None, numpy scalar, or 0-dimensional
+            tensor.
+        dst: global rank of the destination.
+        group_dst: rank within the group, as an alternative to ``dst``; defaults to the group's
+            first rank.
+        name: name of this call, as in ``objcomm.broadcast``.
+        group: the participating ranks; defaults to the world.
+        timeout: seconds or timedelta; defaults to the group's own.
+        async_op: return a Work immediately; its ``wait`` returns the result.
 
     Returns:
-        On the destination one value per rank, in the order of group ranks. ``None`` elsewhere.
+        On the destination, one value per rank, in group rank order. ``None`` elsewhere.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        CollectiveError: some rank's value is not a scalar. The destination and that rank.
+        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
+        CollectiveError: some rank's value is not a scalar. Raised on the destination and that rank.
         ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
 
     Examples:
@@ -132,23 +133,23 @@ def all_gather_scalar(
     timeout: Timeout = None,
     async_op: bool = False,
 ) -> list[T] | Work[list[T]]:
-    """Collect one scalar from every rank onto every rank, each with its exact value and type.
+    """Gather one scalar from every rank onto every rank, each with its exact value and type.
 
     Every rank of ``group`` must call this.
 
     Args:
         value: as in ``gather_scalar``.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
-        async_op: return a work at once, whose ``wait`` gives the result.
+        name: name of this call, as in ``objcomm.broadcast``.
+        group: the participating ranks; defaults to the world.
+        timeout: seconds or timedelta; defaults to the group's own.
+        async_op: return a Work immediately; its ``wait`` returns the result.
 
     Returns:
-        One value per rank, in the order of group ranks.
+        One value per rank, in group rank order.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        CollectiveError: some rank's value is not a scalar. Every rank.
+        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
+        CollectiveError: some rank's value is not a scalar. Raised on every rank.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
     Examples:
@@ -182,30 +183,31 @@ def gather_from_all_ranks(
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
 ) -> list[T] | Any:
-    """Call a function on every rank and collect what it returns onto one.
+    """Call a function on every rank and gather the results onto one.
 
-    Every rank of ``group`` must call this. Unlike ``gather(fn())`` it fails on every rank if ``fn``
-    fails on one, so every rank waits for the destination.
+    Every rank of ``group`` must call this. Unlike ``gather(fn())``, it fails on every rank if
+    ``fn`` fails on any, so every rank waits for the destination.
 
     Args:
         fn: called once on every rank; returns anything that can be encoded.
-        dst: global rank that receives.
-        group_dst: the same as a rank within the group; give one. Neither: the group's first rank.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None. It begins after ``fn``.
-        codec: what encodes this rank's result.
+        dst: global rank of the destination.
+        group_dst: rank within the group, as an alternative to ``dst``; defaults to the group's
+            first rank.
+        name: name of this call, as in ``objcomm.broadcast``.
+        group: the participating ranks; defaults to the world.
+        timeout: seconds or timedelta; defaults to the group's own. It starts after ``fn``.
+        codec: name of the codec that encodes this rank's result.
         device: the device to place received tensors on.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
 
     Returns:
-        On the destination one result per rank, in the order of group ranks. ``None`` elsewhere.
+        On the destination, one result per rank, in group rank order. ``None`` elsewhere.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
         CollectiveError: ``fn`` raised on some rank, or a result could not be encoded or decoded.
-            Every rank, with each failing rank's type, message and traceback.
+            Raised on every rank, with each failing rank's type, message and traceback.
         ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
 
     Examples:
@@ -237,25 +239,27 @@ def gather_scalar_from_all_ranks(
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> list[T] | Any:
-    """Call a function on every rank and collect the scalar that it returns onto one.
+    """Call a function on every rank and gather the scalars that it returns onto one.
 
-    Every rank of ``group`` must call this. Each value arrives as it is, whatever its type: ints
-    stay ints, ``2.0`` and ``True`` stay what they are. It fails on every rank if ``fn`` fails on
-    one, so every rank waits for the destination.
+    Every rank of ``group`` must call this. Each value keeps its exact value and type: ints stay
+    ints, and ``2.0`` and ``True`` stay what they are. The call fails on every rank if ``fn`` fails
+    on any, so every rank waits for the destination.
 
     Args:
-        fn: called once on every rank; returns a scalar, as ``gather_scalar`` takes it.
-        dst: global rank that receives.
-        group_dst: the same as a rank within the group; give one. Neither: the group's first rank.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None. It begins after ``fn``.
+        fn: called once on every rank; returns a scalar, as in ``gather_scalar``.
+        dst: global rank of the destination.
+        group_dst: rank within the group, as an alternative to ``dst``; defaults to the group's
+            first rank.
+        group: the participating ranks; defaults to the world.
+        timeout: seconds or timedelta; defaults to the group's own. It starts after ``fn``.
 
     Returns:
-        On the destination one value per rank, in the order of group ranks. ``None`` elsewhere.
+        On the destination, one value per rank, in group rank order. ``None`` elsewhere.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        CollectiveError: ``fn`` raised on some rank, or did not return a scalar. Every rank.
+        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
+        CollectiveError: ``fn`` raised on some rank, or did not return a scalar. Raised on every
+            rank.
         ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
 
     Examples:
@@ -267,7 +271,7 @@ def gather_scalar_from_all_ranks(
     check: Callable[[Any], Any] = _check_scalar
     try:
         value = fn()  # now, because the codec depends on it
-    except BaseException as error:  # noqa: BLE001  # this rank still takes part, and raises then
+    except BaseException as error:  # noqa: BLE001  # this rank still participates, and raises in the call
         value, check = error, _raise
     return _gathered(
         Operation.GATHER_SCALAR_FROM_ALL_RANKS,
@@ -290,14 +294,14 @@ def _gathered(
     async_op: bool = False,
     **options: Unpack[Options],
 ) -> Any:
-    """What all of these do.
+    """Gather one contribution per rank, onto one rank or all ranks.
 
     Args:
-        operation: what the user has called.
-        given: this rank's contribution, or a function that gives it.
+        operation: the operation that the user called.
+        given: this rank's contribution, or a function that returns it.
         check: returns a contribution, or raises; None to call the function.
-        root: the destination, as a global rank and as one of the group; None for all ranks.
-        async_op: whether to return a work at once.
+        root: the destination as a global rank and as a group rank; None for all ranks.
+        async_op: whether to return a Work immediately.
         options: the user's own.
     """
     dst, group_dst = root or (None, None)
@@ -316,17 +320,17 @@ def _gathered(
 
 
 def _codec_for(value: object) -> str:
-    """Scalars are plain data, so a rank that refuses pickles gets them; subclasses are not."""
+    """Choose msgpack for scalars, which a rank that refuses pickles accepts; not for subclasses."""
     kind = type(value)
     is_plain = kind in _PLAIN_SCALARS or kind.__module__ == "numpy" or kind is torch.Tensor
     return "msgpack" if is_plain else "pickle"
 
 
 def _check_scalar(value: T) -> T:
-    """Return a scalar, refuse anything else.
+    """Return the value if it is a scalar.
 
     Raises:
-        TypeError: on the rank that passed it; it travels as that rank's failure.
+        TypeError: it is not. The other ranks receive this as the failure of this rank.
     """
     if isinstance(value, _PLAIN_SCALARS):
         return value
@@ -358,7 +362,7 @@ def reduce_and_broadcast(
     async_op: Literal[True],
     **options: Unpack[_Coding],
 ) -> Work[B]: ...
-# mypy infers no A from an overloaded fn2 such as the builtin sum; these two kinds it tries.
+# mypy can't infer A from an overloaded fn2 such as the builtin sum, but it tries int and float.
 @overload
 def reduce_and_broadcast(
     fn1: Callable[[], int],
@@ -412,32 +416,32 @@ def reduce_and_broadcast(
     allow: Iterable[Allowed] | None = None,
     async_op: bool = False,
 ) -> B | Work[B]:
-    """Compute something on every rank, then once of all results, and share that with every rank.
+    """Call a function on every rank, reduce all results on one rank, and broadcast the outcome.
 
     Every rank of ``group`` must call this.
 
     Args:
         fn1: called once on every rank; returns anything that can be encoded.
-        fn2: called once, on the group's first rank, with the list of all results in the order of
-            group ranks; returns anything that can be encoded.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None. It begins after ``fn1``, and must
-            leave room for ``fn2``.
-        codec: what encodes the results.
+        fn2: called once, on the group's first rank, with the list of all results in group rank
+            order; returns anything that can be encoded.
+        name: name of this call, as in ``objcomm.broadcast``.
+        group: the participating ranks; defaults to the world.
+        timeout: seconds or timedelta; defaults to the group's own. It starts after ``fn1``, and
+            must be long enough for ``fn2``.
+        codec: name of the codec that encodes the results.
         device: the device to place received tensors on.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
-        async_op: return a work at once, whose ``wait`` gives the result. ``fn1`` has been called by
-            then; ``fn2`` is called on another thread.
+        async_op: return a Work immediately; its ``wait`` returns the result. ``fn1`` is called
+            before this returns, ``fn2`` on another thread.
 
     Returns:
         What ``fn2`` returned, on every rank.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        CollectiveError: ``fn1`` raised on some rank, or ``fn2`` did, or a result could not be
-            encoded. Every rank, with each failing rank's type, message and traceback.
+        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
+        CollectiveError: ``fn1`` raised on some rank, ``fn2`` raised, or a result could not be
+            encoded. Raised on every rank, with each failing rank's type, message and traceback.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
     Examples:
@@ -461,7 +465,7 @@ def reduce_and_broadcast(
 
 
 _Number: TypeAlias = int | float
-_Counted: TypeAlias = tuple[_Number, _Number]  # a value, and how much it counts
+_Counted: TypeAlias = tuple[_Number, _Number]  # a value and its weight
 
 
 def average_metrics(
@@ -473,31 +477,32 @@ def average_metrics(
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> dict[str, float]:
-    """Average named numbers over all ranks, each weighted by how many samples it stands for.
+    """Average named numbers over all ranks, each weighted by the number of samples it covers.
 
-    Every rank of ``group`` must call this. Names are matched, whatever their order. The average is
-    computed exactly and rounded once, so it depends neither on the order of the ranks nor on how
-    many there are: if all ranks have 2**53 - 1, that is the average.
+    Every rank of ``group`` must call this. Numbers are matched by name, in any order. Each average
+    is computed exactly and rounded once, so it does not depend on the order or number of the ranks:
+    if all ranks have 2**53 - 1, that is the average.
 
     Args:
         metrics: numbers by name: bool, int, float, or a tensor or numpy value of one element.
-        count: what this rank's values weigh, such as its number of samples: one number for all, or
-            one for each name. Not negative. A value that counts 0 has no say, even if it is nan.
+        count: the weight of this rank's values, such as its number of samples: one number for all
+            names, or one for each. Not negative. A value of weight 0 is ignored, even if it is nan.
         missing: what to do if a name is not on every rank: raise (``"error"``), or average over
             the ranks that have it (``"skip"``).
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
+        name: name of this call, as in ``objcomm.broadcast``.
+        group: the participating ranks; defaults to the world.
+        timeout: seconds or timedelta; defaults to the group's own.
 
     Returns:
-        A new dict of floats, the same on every rank. Its names are this rank's in their order, then
-        those of other ranks only. Each is ``sum(value * count) / sum(count)``, and nan where no
-        value counts. In a world of one the same computation on one rank.
+        A new dict of floats, with the same values on every rank. This rank's names come first, in
+        their order, then the names that only other ranks have. Each value is
+        ``sum(value * count) / sum(count)``, or nan if all its weights are 0. In a world of one, the
+        same computation on one rank.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        CollectiveError: names differ, a value or a count is not a number, or a count is negative.
-            Every rank; ``failures`` says for each rank what is wrong.
+        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
+        CollectiveError: names differ, a value or a count is not a number, or a count is negative or
+            infinite. Raised on every rank; ``failures`` says what is wrong on each rank.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
     Examples:
@@ -505,7 +510,7 @@ def average_metrics(
         >>> objcomm.metrics.average_metrics({"loss": 0.5, "epoch": 16777217}, count=64)
         {'loss': 0.5, 'epoch': 16777217.0}
     """
-    if missing not in ("error", "skip"):  # no set: a list has no hash
+    if missing not in ("error", "skip"):  # not a set: a list has no hash
         raise UsageError(f"average_metrics: missing={missing!r} must be 'error' or 'skip'")
     may_lack = missing == "skip"
     with Call(
@@ -528,11 +533,11 @@ def average_metrics(
 
 
 def _counted(metrics: Mapping[str, Any], count: float | Mapping[str, float]) -> dict[str, _Counted]:
-    """This rank's contribution as plain numbers.
+    """Return this rank's contribution as plain numbers.
 
     Raises:
         TypeError: a name is not a string, or a value or count is not a number.
-        ValueError: a count is negative or not finite, or a name has none.
+        ValueError: a count is negative or not finite, or a name has no count.
     """
     if not isinstance(count, Mapping):
         _weight(count, "all names")
@@ -548,7 +553,7 @@ def _counted(metrics: Mapping[str, Any], count: float | Mapping[str, float]) -> 
 
 
 def _is_counted(plain: object) -> bool:
-    """Whether it can be what ``_counted`` gave on another rank."""
+    """Whether a received value has the form of what ``_counted`` returns."""
     return isinstance(plain, dict) and all(
         isinstance(name, str)
         and isinstance(counted, (tuple, list))
@@ -559,7 +564,7 @@ def _is_counted(plain: object) -> bool:
 
 
 def _are_means(plain: object, metrics: Iterable[str]) -> bool:
-    """Whether it can be what ``_means`` gave on another rank."""
+    """Whether a received value has the form of what ``_means`` returns."""
     return (
         isinstance(plain, dict)
         and plain.keys() >= set(metrics)
@@ -590,10 +595,10 @@ def _number(value: object, name: str) -> _Number:
 
 
 def _means(operands: Sequence[Mapping[str, _Counted]], *, may_lack: bool) -> dict[str, float]:
-    """The average of each name.
+    """Average the values of each name.
 
     Raises:
-        DisagreementError: names differ, and may not.
+        DisagreementError: names differ, and ``may_lack`` is False.
     """
     if not may_lack:
         _check_names([frozenset(operand) for operand in operands])
@@ -604,7 +609,7 @@ def _means(operands: Sequence[Mapping[str, _Counted]], *, may_lack: bool) -> dic
 
 
 def _check_names(found: Sequence[frozenset[str]]) -> None:
-    """Hold the ranks' names against those that most ranks have.
+    """Compare each rank's names with those that most ranks have.
 
     Raises:
         DisagreementError: they differ.
@@ -612,7 +617,7 @@ def _check_names(found: Sequence[frozenset[str]]) -> None:
     kinds: dict[frozenset[str], list[int]] = {}
     for rank, names in enumerate(found):
         kinds.setdefault(names, []).append(rank)
-    usual = max(kinds, key=lambda names: len(kinds[names]))  # of several the first
+    usual = max(kinds, key=lambda names: len(kinds[names]))  # the first of several
     most = ranks_text(kinds[usual])
     reasons = {}
     for names, ranks in kinds.items():
@@ -628,14 +633,14 @@ def _check_names(found: Sequence[frozenset[str]]) -> None:
 
 
 def _mean(operands: Sequence[_Counted]) -> float:
-    """``sum(value * count) / sum(count)``, rounded once."""
+    """Return ``sum(value * count) / sum(count)``, rounded once."""
     counted = [(value, count) for value, count in operands if count]
     special = [value for value, _ in counted if isinstance(value, float) and value - value != 0]
     if special:
         return sum(special)  # infinities of both signs make nan
     if not counted:
         return math.nan
-    # Every float is a whole number over a power of two, so all this is exact.
+    # Every float is an integer divided by a power of two, so all this is exact.
     ratios = [(*value.as_integer_ratio(), *count.as_integer_ratio()) for value, count in counted]
     above, below = _sum([(p * r, q * s) for p, q, r, s in ratios])
     total, parts = _sum([(r, s) for _, _, r, s in ratios])
@@ -643,6 +648,6 @@ def _mean(operands: Sequence[_Counted]) -> float:
 
 
 def _sum(ratios: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The sum of fractions whose denominators are powers of two."""
+    """Add fractions whose denominators are powers of two."""
     denominator = max(below for _, below in ratios)
     return sum(above * (denominator // below) for above, below in ratios), denominator

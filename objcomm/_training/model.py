@@ -1,4 +1,4 @@
-"""A model's tensors on all ranks: shared from one, or averaged, in place."""
+"""Share a model's tensors from one rank, or average them over all ranks, in place."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from objcomm._wire.header import Operation
 from objcomm._world import process_group_of
 from objcomm.errors import UsageError
 
-#: Tensors, or names and tensors as ``named_parameters()`` gives them.
+#: Tensors, or pairs of name and tensor as from ``named_parameters()``.
 Tensors: TypeAlias = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
@@ -29,33 +29,36 @@ def broadcast_tensors(
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> None:
-    """Overwrite tensors of every rank with one rank's, whatever their dtypes.
+    """Overwrite the tensors of every rank with those of one rank.
 
-    Every rank of ``group`` must call this, with as many tensors of equal dtypes, shapes and types
-    of device, in the same order. That is compared before anything moves. Small tensors travel
-    together; large ones go from their own memory into their own.
+    Every rank of ``group`` must call this, with the same number of tensors and the same dtypes,
+    shapes and device types, in the same order. Ranks compare these before any tensor moves. Tensors
+    may have any dtype. Small tensors travel together; large ones are sent from and received into
+    their own memory.
 
     Args:
-        tensors: what to overwrite, or pairs of a name, which errors show and which must agree,
-            and a tensor. Strides are free; parameters and other leaves that require gradients
-            may be among them. Two of them must not overlap in part.
-        src: global rank whose tensors all get.
-        group_src: the same as a rank within the group; give one. Neither: the group's first rank.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
+        tensors: the tensors to overwrite, or pairs of name and tensor. Errors show the names, which
+            must be the same on all ranks. Strides may differ. Parameters and other leaves that
+            require gradients are allowed. No two tensors may overlap in part.
+        src: global rank of the source.
+        group_src: rank within the group, as an alternative to ``src``; defaults to the group's
+            first rank.
+        name: name of this call, as in ``objcomm.broadcast``.
+        group: the participating ranks; defaults to the world.
+        timeout: seconds or timedelta; defaults to the group's own.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
-        CollectiveError: two ranks have other tensors, and the error names the first difference and
-            the two; or some rank's can't be changed in place (sparse, expanded, without memory).
-            Every rank, and nothing has changed.
-        DesyncError: ranks are in different operations. Every rank, once: where it waits, or in its
-            next call.
-        TransportTimeout: the limit passed. Every rank that still waited; what its tensors hold
-            is undefined.
-        TransportError: a rank died. Every rank that waited for it, and likewise.
+        CollectiveError: two ranks have different tensors, and the error names the first difference
+            and the two ranks; or a tensor on some rank can't be changed in place (sparse, expanded,
+            without memory). Raised on every rank, before any tensor changes.
+        DesyncError: ranks are in different operations. Raised once on every rank: where it waits,
+            or in its next call.
+        TransportTimeout: the timeout expired. Raised on every rank that was still waiting; the
+            contents of its tensors are then undefined.
+        TransportError: a rank died. Raised on every rank that waited for it; the contents of its
+            tensors are then undefined.
 
     Examples:
         >>> import objcomm, torch
@@ -72,18 +75,18 @@ def broadcast_tensors(
 def average_tensors(
     tensors: Tensors, *, name: str = "", group: GroupLike = None, timeout: Timeout = None
 ) -> None:
-    """Replace tensors of every rank by their mean over the ranks, in place.
+    """Replace the tensors of every rank by their mean over the ranks, in place.
 
-    Every rank of ``group`` must call this, as ``broadcast_tensors``. Means are taken in float64,
-    in rank order, and rounded once to the tensor's own dtype: halves do not overflow, equal tensors
-    stay as they are, and all ranks get the same bits. Tensors that have no mean of their own dtype
-    (integers, bools, 8-bit floats) become those of the group's first rank; none is left out.
+    Every rank of ``group`` must call this, as in ``broadcast_tensors``. Means are computed in
+    float64, in rank order, and rounded once to the tensor's dtype. Half-precision tensors do not
+    overflow, equal tensors stay as they are, and all ranks get the same bits. Tensors whose dtype
+    has no mean (integers, bools, 8-bit floats) are replaced by those of the group's first rank.
 
     Args:
         tensors: as in ``broadcast_tensors``.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
+        name: name of this call, as in ``objcomm.broadcast``.
+        group: the participating ranks; defaults to the world.
+        timeout: seconds or timedelta; defaults to the group's own.
 
     Raises:
         ObjcommError: whatever ``broadcast_tensors`` raises, on the same ranks.
@@ -109,16 +112,17 @@ def sync_buffers(
 ) -> None:
     """Make a model's buffers equal on every rank, in place.
 
-    Every rank of ``group`` must call this, as ``broadcast_tensors``. Counters, indices and masks
-    are shared from the group's first rank, whatever ``average`` says.
+    Every rank of ``group`` must call this, as in ``broadcast_tensors``. Counters, indices and masks
+    are always replaced by those of the group's first rank.
 
     Args:
         buffers: as in ``broadcast_tensors``, such as ``model.named_buffers()``.
-        average: whether those with fractions are averaged, as ``average_tensors`` does; if not,
-            all become the group's first rank's, as in DistributedDataParallel.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
+        average: whether to average floating-point and complex buffers, as in ``average_tensors``.
+            If not, all buffers are replaced by those of the group's first rank, as in
+            DistributedDataParallel.
+        name: name of this call, as in ``objcomm.broadcast``.
+        group: the participating ranks; defaults to the world.
+        timeout: seconds or timedelta; defaults to the group's own.
 
     Raises:
         ObjcommError: whatever ``broadcast_tensors`` raises, on the same ranks.
@@ -135,27 +139,27 @@ def sync_buffers(
 def sync_gradients(
     params: Tensors, *, name: str = "", group: GroupLike = None, timeout: Timeout = None
 ) -> None:
-    """Average parameters' gradients over the ranks, in place; to be called after ``backward``.
+    """Average the gradients of parameters over the ranks, in place; call this after ``backward``.
 
-    Every rank of ``group`` must call this, with the same parameters in the same order. Gradients
-    come out as DistributedDataParallel's: each rank's share is added up in rank order, halves in
-    float32. All that has accumulated since the last ``zero_grad`` counts.
+    Every rank of ``group`` must call this, with the same parameters in the same order. The result
+    is that of DistributedDataParallel: the ranks' shares are added up in rank order, those of
+    half-precision gradients in float32. Everything accumulated since the last ``zero_grad`` counts.
 
-    A gradient that is None on some ranks counts as zeros there, and they get the average too; one
-    that is None on all ranks stays None. So does DistributedDataParallel with
+    A gradient that is None on some ranks counts as zeros there, and those ranks get the average
+    too. A gradient that is None on all ranks stays None. DistributedDataParallel does the same with
     ``find_unused_parameters=True``.
 
     Args:
-        params: parameters, or pairs of a name and a parameter, such as
-            ``model.named_parameters()``; as in ``broadcast_tensors``.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
+        params: parameters, or pairs of name and parameter, such as ``model.named_parameters()``;
+            as in ``broadcast_tensors``.
+        name: name of this call, as in ``objcomm.broadcast``.
+        group: the participating ranks; defaults to the world.
+        timeout: seconds or timedelta; defaults to the group's own.
 
     Raises:
-        CollectiveError: two ranks have other parameters, or some rank none, and the error names
-            the first difference and the two ranks; or a gradient is sparse. Every rank, and no
-            gradient has changed.
+        CollectiveError: two ranks have different parameters, or some rank has none, and the error
+            names the first difference and the two ranks; or a gradient is sparse. Raised on every
+            rank, before any gradient changes.
         ObjcommError: whatever else ``broadcast_tensors`` raises, on the same ranks.
 
     Examples:
@@ -175,20 +179,20 @@ def eager_sync_gradients(
 ) -> Iterator[None]:
     """Run a block with any number of ``backward`` calls, then average the gradients.
 
-    Every rank of ``group`` must enter the block. At its end gradients are what ``sync_gradients``
-    makes of them, those accumulated before the block included. An exception that escapes from the
-    block on one rank is raised on all, also where they wait in another operation, and no gradient
-    is averaged then.
+    Every rank of ``group`` must enter the block. At its end, gradients are averaged as in
+    ``sync_gradients``, including those accumulated before the block. If the block raises on one
+    rank, all ranks raise, even those that wait in another operation, and no gradient is averaged.
 
     Args:
         params: as in ``sync_gradients``.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
+        name: name of this call, as in ``objcomm.broadcast``.
+        group: the participating ranks; defaults to the world.
+        timeout: seconds or timedelta; defaults to the group's own.
 
     Raises:
-        CollectiveError: the block failed on some rank; every rank, from its own exception where it
-            has one, and later calls work. Or whatever ``sync_gradients`` says.
+        CollectiveError: the block raised on some rank. Raised on every rank; on a failing rank,
+            chained to its own exception. Later calls work. Also raised where ``sync_gradients``
+            raises it.
         ObjcommError: whatever else ``fail_together`` and ``sync_gradients`` raise.
 
     Examples:
@@ -215,18 +219,18 @@ def sync_model(
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> None:
-    """Average a model's gradients, and make its buffers equal; to be called after ``backward``.
+    """Average a model's gradients and make its buffers equal; call this after ``backward``.
 
-    Every rank of ``group`` must call this, with the same parameters and buffers by name, order,
-    dtype and shape.
+    Every rank of ``group`` must call this. The names, order, dtypes and shapes of the parameters
+    and buffers must be the same on all ranks.
 
     Args:
-        model: whose.
-        sync_buffers: whether buffers are synchronised.
-        average_buffers: how, as ``average`` in ``sync_buffers``.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
+        model: the model to synchronize.
+        sync_buffers: whether to synchronize buffers.
+        average_buffers: as ``average`` in ``sync_buffers``.
+        name: name of this call, as in ``objcomm.broadcast``.
+        group: the participating ranks; defaults to the world.
+        timeout: seconds or timedelta; defaults to the group's own.
 
     Raises:
         ObjcommError: whatever ``sync_gradients`` raises, on the same ranks.
@@ -258,16 +262,16 @@ def eager_sync_model(
 ) -> Iterator[None]:
     """Run a block with any number of ``backward`` calls, then do what ``sync_model`` does.
 
-    Every rank of ``group`` must enter the block. A failure in it is every rank's, as in
+    Every rank of ``group`` must enter the block. If it raises on one rank, all ranks raise, as in
     ``eager_sync_gradients``.
 
     Args:
-        model: whose.
+        model: the model to synchronize.
         sync_buffers: as in ``sync_model``.
         average_buffers: as in ``sync_model``.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
+        name: name of this call, as in ``objcomm.broadcast``.
+        group: the participating ranks; defaults to the world.
+        timeout: seconds or timedelta; defaults to the group's own.
 
     Raises:
         ObjcommError: whatever ``eager_sync_gradients`` raises, on the same ranks.
@@ -299,18 +303,19 @@ def broadcast_model(
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> None:
-    """Overwrite a model's parameters and buffers on every rank with one rank's.
+    """Overwrite a model's parameters and buffers on every rank with those of one rank.
 
-    Every rank of ``group`` must call this, with the same parameters and buffers by name, order,
-    dtype and shape.
+    Every rank of ``group`` must call this. The names, order, dtypes and shapes of the parameters
+    and buffers must be the same on all ranks.
 
     Args:
-        model: whose.
-        src: global rank whose model all get.
-        group_src: the same as a rank within the group; give one. Neither: the group's first rank.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None.
+        model: the model to overwrite.
+        src: global rank of the source.
+        group_src: rank within the group, as an alternative to ``src``; defaults to the group's
+            first rank.
+        name: name of this call, as in ``objcomm.broadcast``.
+        group: the participating ranks; defaults to the world.
+        timeout: seconds or timedelta; defaults to the group's own.
 
     Raises:
         ObjcommError: whatever ``broadcast_tensors`` raises, on the same ranks.
@@ -335,28 +340,28 @@ def wrap(
     timeout: Timeout = None,
     **options: Any,
 ) -> torch.nn.Module:
-    """Put a model into ``torch.nn.parallel.DistributedDataParallel`` where there are other ranks.
+    """Wrap a model in ``torch.nn.parallel.DistributedDataParallel`` if there are other ranks.
 
-    Every rank of ``group`` must call this, with the same parameters and buffers by name, order,
-    dtype and shape, the same of them to be trained: they are compared first, where torch may wait
-    for ever, or mix them up.
+    Every rank of ``group`` must call this. The names, order, dtypes and shapes of the parameters
+    and buffers must be the same on all ranks, and so must the set of parameters that require
+    gradients. Ranks compare these first; on a difference, torch could hang or mix parameters up.
 
     Args:
-        model: on the CPU, or on one device.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta, for the comparison; the group's own if None.
-        options: more keywords for DistributedDataParallel, such as ``find_unused_parameters``; not
-            ``device_ids`` and ``process_group``.
+        model: a model on the CPU, or on a single device.
+        name: name of this call, as in ``objcomm.broadcast``.
+        group: the participating ranks; defaults to the world.
+        timeout: for the comparison, seconds or timedelta; defaults to the group's own.
+        options: more keywords for DistributedDataParallel, such as ``find_unused_parameters``, but
+            not ``device_ids`` or ``process_group``.
 
     Returns:
-        The wrapped model; the model itself in a world of one, and where no parameter requires a
+        The wrapped model; the model itself in a world of one, or if no parameter requires a
         gradient.
 
     Raises:
-        UsageError: an option is one that this finds out itself. Every rank that gave it, before
-            any traffic.
-        CollectiveError: two ranks have other models. Every rank.
+        UsageError: ``options`` contains a keyword that this function sets itself. Raised on every
+            rank that passed it, before any traffic.
+        CollectiveError: two ranks have different models. Raised on every rank.
         ObjcommError: whatever else ``broadcast_tensors`` raises, on the same ranks.
 
     Examples:
@@ -372,7 +377,7 @@ def wrap(
     def bundles() -> Sequence[Bundle]:
         named = list(model.named_parameters())
         trained.extend(each for each in named if each[1].requires_grad)
-        # Torch copies the others from the first rank, too; those of packed types as they are.
+        # Torch copies the frozen ones from the first rank, too; it takes packed types as they are.
         others = [each for each in named if is_plain_tensor(each[1])]
         marked = [(f"{name} (to be trained)", tensor) for name, tensor in trained]
         return _bundles(Rule.SHARE, others, marked, model.named_buffers())
@@ -400,7 +405,7 @@ def _synchronise(
     root: tuple[int | None, int | None] | None = None,
     moves: bool = True,
 ) -> Call:
-    """One call on the tensors of some bundles; a root is given as ``src`` and ``group_src``."""
+    """Make one call that synchronizes the bundles; ``root`` is ``src`` and ``group_src``."""
     src, group_src = root or (None, None)
     with Call(
         operation,
@@ -417,7 +422,7 @@ def _synchronise(
 
 
 def _bundles(rule: Rule, *parts: Tensors) -> list[Bundle]:
-    """One for each part: tensors, or pairs of a name and a tensor."""
+    """Create one bundle for each part, which has tensors or pairs of name and tensor."""
     bundles = []
     for part in parts:
         given: list[Any] = list(part)
@@ -438,6 +443,6 @@ def _gradients(params: Tensors) -> list[Bundle]:
 
 
 def _listed(params: Tensors) -> list[Any]:
-    if isinstance(params, torch.Tensor):  # its rows are tensors, too, but have no gradients
+    if isinstance(params, torch.Tensor):  # its rows are tensors too, but without gradients
         raise UsageError("pass a list of parameters, not a single one")
     return list(params)

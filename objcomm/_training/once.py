@@ -1,7 +1,7 @@
-"""What runs once: on one rank for all, or on one rank of each host for the ranks there.
+"""Functions that run once: on one rank for all ranks, or on one rank of each host.
 
-All of it is one pattern: a rank computes in a region while the others wait for its message. Then
-come functions on other ranks, and what went wrong on any of them is raised on all.
+All follow one pattern: one rank computes in a region while the others wait for its message. Other
+ranks may then run a second function, and an error on any of them is raised on all.
 """
 
 import contextlib
@@ -50,32 +50,33 @@ def compute_and_broadcast(
     accept: Iterable[str] | None = None,
     allow: Iterable[Allowed] | None = None,
 ) -> T:
-    """Compute something on one rank, and share it with every rank.
+    """Call a function on one rank and broadcast the result to every rank.
 
-    Every rank of ``group`` must call this. In ``fn`` calls of objcomm act as in
+    Every rank of ``group`` must call this. Inside ``fn``, objcomm calls act as in the ``func`` of
     ``run_on_main``.
 
     Args:
         fn: called once, on the source; returns anything that can be encoded.
         src: global rank of the source.
-        group_src: the same as a rank within the group; give one. Neither: the group's first rank.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: seconds or timedelta; the group's own if None. It must leave room for ``fn``, for
-            which the others wait.
-        codec: what encodes the result.
+        group_src: rank within the group, as an alternative to ``src``; defaults to the group's
+            first rank.
+        name: name of this call, as in ``objcomm.broadcast``.
+        group: the participating ranks; defaults to the world.
+        timeout: seconds or timedelta; defaults to the group's own. It must be long enough for
+            ``fn``, because the other ranks wait for it.
+        codec: name of the codec that encodes the result.
         device: the device to place received tensors on.
         accept: codecs that this rank decodes here, as in ``objcomm.configure``.
         allow: what a received pickle may name here, as in ``objcomm.configure``.
 
     Returns:
-        What ``fn`` returned, with its exact value and type. On the source the identical object,
+        What ``fn`` returned, with its exact value and type. On the source this is the same object,
         elsewhere an independent copy.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        CollectiveError: ``fn`` raised, or its result could not be encoded. Every rank, with the
-            type, message and traceback; on the source from its own exception.
+        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
+        CollectiveError: ``fn`` raised, or its result could not be encoded. Raised on every rank,
+            with the type, message and traceback; on the source, chained to its own exception.
         ObjcommError: whatever else ``objcomm.broadcast`` raises, on the same ranks.
 
     Examples:
@@ -113,39 +114,42 @@ def run_on_main(  # noqa: PLR0917  # SpeechBrain's positions
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> T:
-    """Run a function on the first rank, or another one, and share its result with every rank.
+    """Run a function on the first rank, or on ``rank``, and broadcast its result to every rank.
 
-    Every rank of ``group`` must call this. In ``func`` calls of objcomm act as on one
-    rank alone: ``barrier`` returns at once, ``broadcast`` gives back its argument, others raise
-    UsageError. In ``post_func`` the rank that ran it takes part in no call, unless
-    ``run_post_on_main`` is set: then ranks may talk in it as anywhere.
+    Every rank of ``group`` must call this. Inside ``func``, objcomm calls act locally: ``barrier``
+    returns immediately, ``broadcast`` returns its argument, functions like this one run their
+    function here, and all other calls raise UsageError. Calls inside ``post_func`` must not need
+    the rank that ran ``func``, unless ``run_post_on_main`` is set: then the ranks may communicate
+    in it as usual.
 
     Args:
         func: called once, on ``rank``; returns anything that can be encoded.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        post_func: called on the other ranks, after ``func``, such as a load of what it has made;
-            its result is dropped.
+        post_func: called on the other ranks after ``func``, for example to load a file that
+            ``func`` wrote; its result is discarded.
         post_args: its positional arguments.
         post_kwargs: its keyword arguments.
         run_post_on_main: whether ``rank`` calls ``post_func`` too.
-        rank: global rank of the one that runs ``func``, the same on every rank.
-        group_rank: the same as a rank within the group; give one. Neither: the group's first rank.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: for each of the two waits, seconds or timedelta; the group's own if None. It must
-            leave room for ``func``, and again for ``post_func``; it may be longer than the group's.
+        rank: global rank that runs ``func``; the same on every rank.
+        group_rank: rank within the group, as an alternative to ``rank``; defaults to the group's
+            first rank.
+        name: name of this call, as in ``objcomm.broadcast``.
+        group: the participating ranks; defaults to the world.
+        timeout: for each of the two waits, seconds or timedelta; defaults to the group's own. It
+            must be long enough for ``func`` and for ``post_func``, and may be longer than the
+            group's.
 
     Returns:
-        What ``func`` returned. On ``rank`` the identical object, elsewhere an independent copy.
+        What ``func`` returned. On ``rank`` this is the same object, elsewhere an independent copy.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
-        CollectiveError: ``func`` raised, or its result could not be encoded, or ``post_func``
-            raised on some rank. Every rank, with each failing rank's type, message and traceback;
-            there from its own exception. Later calls work.
-        DecodeError: the result could not be rebuilt. That rank only; with a ``post_func`` it is a
-            CollectiveError on every rank.
+        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
+        CollectiveError: ``func`` raised, its result could not be encoded, or ``post_func`` raised
+            on some rank. Raised on every rank, with each failing rank's type, message and
+            traceback; on a failing rank, chained to its own exception. Later calls work.
+        DecodeError: the result could not be rebuilt. Raised on that rank only; with a
+            ``post_func``, every rank raises CollectiveError instead.
         ObjcommError: whatever else ``objcomm.broadcast`` raises, on the same ranks.
 
     Examples:
@@ -157,7 +161,7 @@ def run_on_main(  # noqa: PLR0917  # SpeechBrain's positions
     options: CallOptions = {"name": name, "group": group, "timeout": timeout}
     produce = _bound(operation, func, args, kwargs)
     post = None if post_func is None else _bound(operation, post_func, post_args, post_kwargs)
-    # A rank that cannot decode the result does not come to what follows: all must know.
+    # A rank that can't decode the result never reaches ``post_func``, so all ranks must know.
     confirm = post is not None
     result, ran = _on_one(
         operation, produce, ("rank", rank, group_rank), confirm=confirm, **options
@@ -185,26 +189,28 @@ def main_process_only(
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function run on the first rank only, or another one: a decorator.
+    """Decorate a function to run on the first rank only, or on ``rank``.
 
-    Every rank of ``group`` must call the function, and gets its result. Arguments are used on the
-    rank that runs it alone. Where one such function calls another, or itself, the inner one runs
-    locally.
+    Every rank of ``group`` must call the function, and every rank gets its result. Only the rank
+    that runs it uses the arguments. If one such function calls another, or itself, the inner call
+    runs locally.
 
     Args:
-        function: what to decorate; ``@main_process_only`` alone, or with options in parentheses.
-        rank: global rank of the one that runs it, the same on every rank.
-        group_rank: the same as a rank within the group; give one. Neither: the group's first rank.
-        group: who takes part; None for the world.
-        timeout: of each call, seconds or timedelta; the group's own if None. It must leave room
-            for the function.
+        function: the function to decorate; use ``@main_process_only`` alone, or with options in
+            parentheses.
+        rank: global rank that runs the function; the same on every rank.
+        group_rank: rank within the group, as an alternative to ``rank``; defaults to the group's
+            first rank.
+        group: the participating ranks; defaults to the world.
+        timeout: for each call, seconds or timedelta; defaults to the group's own. It must be long
+            enough for the function.
 
     Returns:
         A function of the same type, which returns and raises as ``run_on_main`` does.
 
     Raises:
-        UsageError: it is not a function, or it gives a coroutine or a generator, which cannot be
-            shared. When it is decorated. A wrong ``rank`` raises when it is called.
+        UsageError: ``function`` is not a function, or returns a coroutine or a generator, which
+            can't be shared. Raised when it is decorated; for a wrong ``rank``, when it is called.
 
     Examples:
         >>> import objcomm
@@ -236,36 +242,38 @@ def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> T:
-    """Run a function on the first rank of each host, and share its result with the ranks there.
+    """Run a function on the first rank of each host, and broadcast its result to the ranks there.
 
-    Every rank of ``group`` must call this. Hosts are what ``node_group`` finds, so no environment
-    variable plays a part. In ``func`` calls of objcomm act as in ``run_on_main``, but those among
-    first ranks of hosts go on. In ``post_func`` the first ranks take part in no call, unless
-    ``run_post_on_all`` is set: then ranks may talk in it as anywhere.
+    Every rank of ``group`` must call this. Hosts are detected as in ``node_group``, not from
+    environment variables. Inside ``func``, objcomm calls act as in the ``func`` of ``run_on_main``,
+    but calls that need only the first ranks of the hosts work as usual. Calls inside ``post_func``
+    must not need those first ranks, unless ``run_post_on_all`` is set: then the ranks may
+    communicate in it as usual.
 
     Args:
         func: called once on each host; returns anything that can be encoded.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        post_func: called on the other ranks, after ``func`` has ended on all hosts; its result is
-            dropped.
+        post_func: called on the other ranks after ``func`` has returned on all hosts; its result
+            is discarded.
         post_args: its positional arguments.
         post_kwargs: its keyword arguments.
         run_post_on_all: whether the first ranks call ``post_func`` too.
-        name: of this call, as in ``objcomm.broadcast``.
-        group: who takes part; None for the world.
-        timeout: for each wait, seconds or timedelta; the group's own if None. It must leave room
-            for ``func``, and again for ``post_func``; it may be longer than the group's.
+        name: name of this call, as in ``objcomm.broadcast``.
+        group: the participating ranks; defaults to the world.
+        timeout: for each wait, seconds or timedelta; defaults to the group's own. It must be long
+            enough for ``func`` and for ``post_func``, and may be longer than the group's.
 
     Returns:
-        What ``func`` returned on this host. On its first rank the identical object, elsewhere an
-        independent copy.
+        What ``func`` returned on this host. On the host's first rank this is the same object,
+        elsewhere an independent copy.
 
     Raises:
-        UsageError: an argument is wrong. Every rank that gave it, before any traffic.
+        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
         CollectiveError: ``func`` or ``post_func`` raised on some rank, or a result could not be
-            encoded or decoded. Every rank of all hosts, with each failing rank's type, message and
-            traceback; there from its own exception. Later calls work.
+            encoded or decoded. Raised on every rank of all hosts, with each failing rank's type,
+            message and traceback; on a failing rank, chained to its own exception. Later calls
+            work.
         ObjcommError: whatever else ``objcomm.node_group`` or ``objcomm.broadcast`` raises.
 
     Examples:
@@ -295,23 +303,24 @@ def once_per_node(
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function run once on each host, with its result on every rank there: a decorator.
+    """Decorate a function to run once on each host.
 
-    Every rank of ``group`` must call the function. Arguments are used on the first rank of each
-    host alone. Where one such function calls another, or one of ``main_process_only``, the inner
-    one runs locally.
+    Every rank of ``group`` must call the function, and every rank gets the result of its host. Only
+    the first rank of each host uses the arguments. If one such function calls another, or one
+    decorated with ``main_process_only``, the inner call runs locally.
 
     Args:
-        function: what to decorate; ``@once_per_node`` alone, or with options in parentheses.
-        group: who takes part; None for the world.
-        timeout: of each call's waits, seconds or timedelta; the group's own if None. It must leave
-            room for the function.
+        function: the function to decorate; use ``@once_per_node`` alone, or with options in
+            parentheses.
+        group: the participating ranks; defaults to the world.
+        timeout: for each wait of a call, seconds or timedelta; defaults to the group's own. It must
+            be long enough for the function.
 
     Returns:
         A function of the same type, which returns and raises as ``run_once_per_node`` does.
 
     Raises:
-        UsageError: as ``main_process_only``. When it is decorated.
+        UsageError: as in ``main_process_only``. Raised when the function is decorated.
 
     Examples:
         >>> import objcomm
@@ -335,10 +344,10 @@ def _bound(
     args: Iterable[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Callable[[], R]:
-    """A function with its arguments, as the user gave them; called before a call is begun.
+    """Bind a function to its arguments, as the user passed them, before the call begins.
 
     Raises:
-        UsageError: it is not a function, or they are not arguments.
+        UsageError: ``func`` is not callable, or ``args`` or ``kwargs`` are of a wrong type.
     """
     name = operation.name.lower()
     if not callable(func):
@@ -357,16 +366,16 @@ def _decorator(
     share: Callable[[Callable[[], Any]], Any],
     function: Callable[P, R] | None,
 ) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator, or the function that it has decorated.
+    """Return a decorator, or the decorated function if there is one already.
 
     Args:
-        operation: the decorator's.
-        share: given a function with a call's arguments, has it run where it should, and returns
-            what the call returns.
-        function: what to decorate; None for a decorator with options in parentheses.
+        operation: the decorator's operation.
+        share: takes a function without arguments, runs it on the right ranks, and returns the
+            result of the call.
+        function: the function to decorate; None for a decorator with options in parentheses.
 
     Raises:
-        UsageError: it is not a function, or its result can't be shared.
+        UsageError: ``function`` is not callable, or its result can't be shared.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -386,7 +395,7 @@ def _decorator(
             result: R = share(functools.partial(function, *args, **kwargs))
             return result
 
-        keep_eager([run])  # before it is dressed: dynamo looks at the code of what it wraps
+        keep_eager([run])  # before update_wrapper: dynamo reads the code of the wrapped function
         return folded(functools.update_wrapper(run, function))
 
     return decorate if function is None else decorate(function)
@@ -398,13 +407,17 @@ def _on_one(
     root: tuple[str, int | None, int | None],
     **options: Unpack[Options],
 ) -> tuple[R, frozenset[int]]:
-    """What one rank computes, on every rank; and the global ranks that need compute no more.
+    """Compute something on one rank and return it on every rank.
 
     Args:
-        operation: what the user has called.
+        operation: the operation that the user called.
         produce: called on the root.
-        root: what the user's call names it, and what it was given, as global and as group rank.
+        root: the name of the user's argument for the root, and its value as global and as group
+            rank.
         options: the user's own.
+
+    Returns:
+        The result, and the global ranks that have computed it.
     """
     argument, global_root, group_root = root
     call = Call(
@@ -424,7 +437,11 @@ def _on_one(
 def _on_each_host(
     operation: Operation, produce: Callable[[], R], **options: Unpack[CallOptions]
 ) -> tuple[R, frozenset[int]]:
-    """What this host's first rank computes, on every rank here; and the first rank of each host."""
+    """Compute something on the first rank of each host and return it on every rank there.
+
+    Returns:
+        The result, and the global ranks that have computed it.
+    """
     name, group, timeout = options["name"], options["group"], options["timeout"]
     called = operation.name.lower()
     whole = resolve(group, called)
@@ -444,9 +461,9 @@ def _on_each_host(
 
 
 def _computed_in(call: Call, region: Region, produce: Callable[[], R]) -> R:
-    """What the root of a call computes in a region, on every rank.
+    """Compute something in a region on the root of a call, and return it on every rank.
 
-    The time limit begins after that on the root, before it elsewhere.
+    The timeout starts after the computation on the root, and before it on the other ranks.
     """
     own: list[R] = []
     with call:
@@ -469,7 +486,7 @@ def _call_after(
     is_for_all: bool,
     **options: Unpack[CallOptions],
 ) -> None:
-    """Call something on all ranks, or on those that have not run; an error is everybody's."""
+    """Call ``post`` on all ranks, or on those not in ``ran``; an error is raised on all ranks."""
     if post is None:
         return
     called = operation.name.lower()
@@ -482,7 +499,7 @@ def _call_after(
                 post()
     elif acts_alone(called, whole.ranks, whole.rank):
         post()
-    else:  # in which ranks may talk
+    else:  # ranks may communicate in it
         with failing_together(operation, **options):
             post()
 
@@ -491,17 +508,17 @@ def _call_after(
 def near_traffic(
     operation: Operation, near: GroupLike, **options: Unpack[CallOptions]
 ) -> Iterator[None]:
-    """Tell other hosts, which wait at the end, what goes wrong between the ranks of one.
+    """Report an error among the ranks of one host to the other hosts, which wait at the end.
 
     Args:
-        operation: what the user has called.
-        near: those ranks; nobody else waits if it is the whole group.
-        options: of the call that this is part of.
+        operation: the operation that the user called.
+        near: the ranks of this host; if it is the whole group, no other rank waits.
+        options: the options of the enclosing call.
     """
     try:
         yield
     except BaseException as error:
-        # What the first rank of a host raised, that rank alone tells.
+        # An error raised by the first rank of a host is reported by that rank alone.
         is_shared = isinstance(error, CollectiveError) and error.operation == operation.name.lower()
         if near is not options["group"]:
             share_outcome(operation, error.__cause__ if is_shared else error, **options)
@@ -510,7 +527,7 @@ def near_traffic(
 
 @contextlib.contextmanager
 def outcome_shared(operation: Operation, **options: Unpack[CallOptions]) -> Iterator[None]:
-    """A block after which all ranks meet, and raise what went wrong in it on any."""
+    """Run a block, after which all ranks meet and raise the errors of any rank."""
     try:
         yield
     except BaseException as error:
@@ -522,15 +539,15 @@ def outcome_shared(operation: Operation, **options: Unpack[CallOptions]) -> Iter
 def share_outcome(
     operation: Operation, error: BaseException | None, **options: Unpack[CallOptions]
 ) -> None:
-    """Meet all ranks, and raise on each what went wrong on any.
+    """Wait for all ranks, and raise the errors of any rank on every rank.
 
     Args:
-        operation: what the user has called.
-        error: what went wrong here, if anything did.
-        options: of the call that this is part of.
+        operation: the operation that the user called.
+        error: this rank's error, if there is one.
+        options: the options of the enclosing call.
 
     Raises:
-        CollectiveError: something went wrong somewhere; from ``error`` where there is one.
+        CollectiveError: a rank has an error; chained to ``error`` if this rank has one.
     """
     with Call(operation, must_agree="outcome", **options) as call:
         if call.is_alone:

@@ -1,6 +1,7 @@
-"""Other libraries' names and signatures over objcomm; import a module of it by its own name.
+"""Functions with the names and signatures of other libraries; import each module by its own name.
 
-What each of them cures is listed in the documentation, beside the line to change ("Migrating").
+For each library, the page "Migrating" shows the line to change and lists the defects that this
+fixes.
 """
 
-import objcomm._public  # noqa: F401  # their errors go by its names
+import objcomm._public  # noqa: F401  # gives errors their public names

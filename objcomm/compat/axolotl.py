@@ -1,12 +1,13 @@
 """The names and signatures of ``axolotl.utils.distributed``.
 
-``from objcomm.compat import axolotl as distributed`` is the whole change in code that calls them.
-Each does what the function of objcomm does that its docstring names, with that function's errors.
-What communicates raises them as axolotl did, too: they are also RuntimeErrors, or what this rank's
-own code raised.
-As axolotl's, the functions that communicate join the ranks of a launcher first; unlike axolotl's,
-the ones that only ask never do. ``world_size=`` and ``rank=`` are accepted where axolotl or its
-pages have them, and not needed.
+Code that calls them changes only its import: ``from objcomm.compat import axolotl as distributed``.
+Each function does what the objcomm function named in its docstring does, and raises the same
+errors. In functions that communicate, these errors can also be caught as axolotl's: as RuntimeError
+or, if this rank's own code raised, as that exception's class.
+
+As in axolotl, functions that communicate join a launcher's ranks first. Unlike in axolotl,
+functions that only query never do. ``world_size=`` and ``rank=`` are accepted where axolotl or its
+documentation has them, but are not needed.
 """
 
 import contextlib
@@ -60,13 +61,13 @@ _ACCELERATORS = ("cuda", "mps", "npu", "xpu")
 
 
 class DistributedState(NamedTuple):
-    """What axolotl's programs read of accelerate's ``PartialState``.
+    """The attributes of accelerate's ``PartialState`` that axolotl's programs read.
 
     Attributes:
         process_index: this process's rank.
         num_processes: number of ranks.
-        local_process_index: rank on this host; None where no variable tells.
-        device: this rank's own.
+        local_process_index: rank on this host; None if no environment variable gives it.
+        device: this rank's device.
     """
 
     process_index: int
@@ -99,30 +100,30 @@ def _accelerator() -> tuple[str, object]:
 
 
 def get_device_type() -> torch.device:
-    """The type of this machine's accelerator, or the CPU."""
+    """Return the type of this machine's accelerator, or the CPU."""
     return torch.device(_accelerator()[0])
 
 
 def get_device_count() -> int:
-    """How many devices of that type there are; 1 CPU."""
+    """Return the number of devices of that type; 1 for the CPU."""
     count: Callable[[], int] = getattr(_accelerator()[1], "device_count", lambda: 1)
     return count()
 
 
 def get_current_device() -> int:
-    """The number of the current device of that type; 0 where there is but one."""
+    """Return the index of the current device of that type; 0 if there is only one."""
     current: Callable[[], int] = getattr(_accelerator()[1], "current_device", lambda: 0)
     return current()
 
 
 def init_distributed_state() -> None:
-    """Join the ranks of a launcher by ``objcomm.init``, if there is one and it was not done yet.
+    """Join a launcher's ranks with ``objcomm.init``, unless they have joined already.
 
-    The limit in seconds is AXOLOTL_NCCL_TIMEOUT's, or 1800.
+    The timeout is AXOLOTL_NCCL_TIMEOUT in seconds, or 1800.
 
     Raises:
-        UsageError: as ``objcomm.init``.
-        StartError: as ``objcomm.init``.
+        UsageError: as in ``objcomm.init``, or AXOLOTL_NCCL_TIMEOUT is not a number.
+        StartError: as in ``objcomm.init``.
     """
     if objcomm.is_initialized():
         return
@@ -135,7 +136,7 @@ def init_distributed_state() -> None:
 
 
 def _place() -> Placement:
-    """Where this process is, whether its ranks have joined or not."""
+    """Return the placement of this process, whether or not the ranks have joined."""
     if objcomm.is_initialized():
         rank, world_size = objcomm.rank(), objcomm.world_size()
         return Placement("", rank, world_size, local_rank_in(os.environ), "", 0)
@@ -143,7 +144,7 @@ def _place() -> Placement:
 
 
 def get_distributed_state() -> DistributedState | None:
-    """What ``init_distributed_state`` came to; None where the ranks have not joined."""
+    """Return the state after ``init_distributed_state``; None if the ranks have not joined."""
     if not objcomm.is_initialized():
         return None
     place = _place()
@@ -153,48 +154,49 @@ def get_distributed_state() -> DistributedState | None:
 
 
 def is_distributed() -> bool:
-    """Whether there are other ranks, joined or not; nothing is initialised by asking."""
+    """Whether there are other ranks, joined or not; does not initialize anything."""
     return get_world_size() > 1
 
 
 @raising(as_it_raised)
 def barrier() -> None:
-    """Wait for all ranks, as ``objcomm.barrier``."""
+    """Wait for all ranks, as in ``objcomm.barrier``."""
     init_distributed_state()
     objcomm.barrier()
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0; before the ranks have joined, by what the launcher says."""
+    """Whether this is rank 0; before the ranks have joined, according to the launcher."""
     return _place().rank == 0
 
 
 def is_local_main_process() -> bool:
-    """Whether this is the first rank of its host, as ``objcomm.is_main(scope="node")``."""
+    """Whether this is the first rank of its host, as in ``objcomm.is_main(scope="node")``."""
     return objcomm.is_main(scope="node")
 
 
 def get_world_size() -> int:
-    """Number of ranks, joined or not."""
+    """Return the number of ranks, joined or not."""
     return _place().world_size
 
 
 def cleanup_distributed() -> None:
-    """Wait for this rank's device, and leave the ranks, as ``objcomm.shutdown``."""
+    """Wait for this rank's device, and leave the other ranks as in ``objcomm.shutdown``."""
     synchronize: Callable[[], None] = getattr(_accelerator()[1], "synchronize", lambda: None)
     synchronize()
     objcomm.shutdown()
 
 
 def zero_first(is_main: bool) -> contextlib.AbstractContextManager[None]:  # noqa: FBT001  # axolotl's
-    """Let the first rank, or that of each host, through a block first; see ``objcomm.main_first``.
+    """Run a block on rank 0 or on each host's first rank first, as in ``objcomm.main_first``.
 
     Args:
-        is_main: true on rank 0 alone, or on the first rank of each host alone.
+        is_main: true only on rank 0, or only on the first rank of each host.
 
     Raises:
-        UsageError: it is true on other ranks. Every rank, before any runs the block.
-        CollectiveError: as ``objcomm.main_first``.
+        UsageError: ``is_main`` is true on other ranks. Raised on every rank, before any runs the
+            block.
+        CollectiveError: as in ``objcomm.main_first``.
     """
     return RaisingBlock(_begun(is_main=bool(is_main)), as_it_raised)
 
@@ -211,9 +213,9 @@ class _zero_first_of_node(objcomm.node_first):  # noqa: N801  # as its base
 
 
 def _first(*, is_main: bool) -> contextlib.AbstractContextManager[None]:
-    """The block that fits to what all ranks say of themselves."""
+    """Choose the context manager that matches the flags of all ranks."""
     whole = resolve(None)
-    if is_in_order("zero_first", whole.ranks, whole.rank):  # nested: nobody need say anything
+    if is_in_order("zero_first", whole.ranks, whole.rank):  # nested: no flags are needed
         return main_process.zero_first()
     flags = objcomm.all_gather(is_main)
     if flags == [rank == 0 for rank in range(len(flags))]:
@@ -231,10 +233,11 @@ def _first(*, is_main: bool) -> contextlib.AbstractContextManager[None]:
 
 
 def zero_only() -> contextlib.AbstractContextManager[bool]:
-    """A block that knows whether it is rank 0's; and whose failure is everybody's.
+    """Give a block a flag that is True on rank 0, and raise its failure on all ranks.
 
-    Axolotl's ran its body on every rank, although it said otherwise. No context manager can skip
-    it: write ``with zero_only() as is_zero:`` and put the work under ``if is_zero:``.
+    Axolotl's version runs its body on every rank, although it is documented otherwise. A context
+    manager can't skip its body: write ``with zero_only() as is_zero:`` and put the work under
+    ``if is_zero:``.
     """
     init_distributed_state()
     return RaisingBlock(main_process.zero_only(), as_it_raised)
@@ -246,9 +249,9 @@ def gather_scalar_from_all_ranks(
     world_size: int = 1,  # noqa: ARG001  # the group knows
     rank: int = 0,  # noqa: ARG001  # the same
 ) -> list[T] | None:
-    """Call a function on all ranks; rank 0 gets what they return.
+    """Call a function on all ranks and gather the scalars that it returns on rank 0.
 
-    Each value arrives as it is, whatever its type. All ranks fail if one does.
+    Each value keeps its exact value and type. If one rank fails, all fail.
     """
     init_distributed_state()
     return metrics.gather_scalar_from_all_ranks(fn)
@@ -260,7 +263,7 @@ def gather_from_all_ranks(
     world_size: int = 1,  # noqa: ARG001  # the group knows
     rank: int = 0,  # noqa: ARG001  # the same
 ) -> list[T] | None:
-    """Call a function on all ranks; rank 0 gets what they return.
+    """Call a function on all ranks and gather the results on rank 0.
 
     See ``objcomm.metrics.gather_from_all_ranks``.
     """
@@ -270,24 +273,24 @@ def gather_from_all_ranks(
 
 @raising(as_it_raised)
 def broadcast_dict(vals: T) -> T:
-    """Give rank 0's dict to all ranks, as ``objcomm.broadcast``."""
+    """Send rank 0's dict to all ranks, as in ``objcomm.broadcast``."""
     init_distributed_state()
     return objcomm.broadcast(vals)
 
 
 @raising(as_it_raised)
 def compute_and_broadcast(fn: Callable[[], T]) -> T:
-    """Compute something on rank 0, for all; see ``objcomm.compute_and_broadcast``."""
+    """Call a function on rank 0 and broadcast the result; see ``objcomm.compute_and_broadcast``."""
     init_distributed_state()
     return objcomm.compute_and_broadcast(fn)
 
 
 @raising(as_it_raised)
 def reduce_and_broadcast(fn1: Callable[[], A], fn2: Callable[[list[A]], B]) -> B:
-    """Compute something on each rank, then once of all; see ``objcomm.reduce_and_broadcast``."""
+    """Call ``fn1`` on each rank, ``fn2`` on all results; see ``objcomm.reduce_and_broadcast``."""
     init_distributed_state()
     return objcomm.reduce_and_broadcast(fn1, fn2)
 
 
 keep_eager(globals()[name] for name in __all__)
-del keep_eager  # no public name
+del keep_eager  # not a public name

@@ -1,8 +1,8 @@
-"""The names and signatures of ``flashy.distrib``, and what encodec and demucs have besides.
+"""The names and signatures of ``flashy.distrib``, and the additional ones of encodec and demucs.
 
-``from objcomm.compat import flashy as distrib`` is the whole change in code that calls them. Ranks
-are global, and every function works without ``init_process_group``, in a world of one. Each does
-what the function of objcomm does that its docstring names, with that function's errors.
+Code that calls them changes only its import: ``from objcomm.compat import flashy as distrib``.
+Ranks are global, and every function works without ``init_process_group``, in a world of one. Each
+function does what the objcomm function named in its docstring does, and raises the same errors.
 """
 
 import functools
@@ -53,7 +53,7 @@ _Tensors = Iterable[torch.Tensor]
 
 
 def init(backend: str | None = None) -> None:
-    """``objcomm.init``, which chooses a backend where none is named; flashy's default was nccl."""
+    """``objcomm.init``, which chooses the backend by default; flashy's default is nccl."""
     objcomm.init(backend)
 
 
@@ -68,9 +68,9 @@ def is_distributed() -> bool:
 
 
 def rank_zero_only(fn: Callable[P, T]) -> Callable[P, T | None]:
-    """Let only rank 0 run a function; elsewhere it returns None, and nothing is communicated.
+    """Decorate a function to run on rank 0 only; other ranks return None without communication.
 
-    ``objcomm.main_process_only`` gives its result, or its exception, to all ranks.
+    ``objcomm.main_process_only`` shares the result or the exception with all ranks.
     """
 
     @functools.wraps(fn)
@@ -82,11 +82,11 @@ def rank_zero_only(fn: Callable[P, T]) -> Callable[P, T | None]:
 
 @raising(as_it_raised)
 def all_reduce(tensor: torch.Tensor, op: Any = "SUM") -> torch.Tensor:
-    """``objcomm.all_reduce`` of one tensor, into that tensor, which is also returned.
+    """``objcomm.all_reduce`` of one tensor in place; returns the same tensor.
 
     Raises:
-        UsageError: ``op`` has no name in objcomm, or is the mean of integers. Every rank that gave
-            it, before any traffic.
+        UsageError: objcomm has no such ``op``, or it is the mean of integers. Raised on every rank
+            that passed it, before any traffic.
     """
     name = REDUCE_OPS.get(str(op).rpartition(".")[2])
     if name is None:
@@ -113,7 +113,7 @@ def average(metrics: Sequence[Any], count: float = 1.0) -> list[float]: ...
 def average(
     metrics: Mapping[str, Any] | Sequence[Any], count: float = 1.0
 ) -> dict[str, float] | list[float]:
-    """``objcomm.metrics.average_metrics`` of a dict, or of numbers in order, as demucs has it."""
+    """``objcomm.metrics.average_metrics`` of a dict or, as in demucs, of a sequence of numbers."""
     if isinstance(metrics, Mapping):
         return objcomm.metrics.average_metrics(metrics, count)
     numbered = {str(place): value for place, value in enumerate(metrics)}
@@ -152,13 +152,13 @@ def sync_gradients(params: _Tensors) -> None:
 
 @raising(as_it_raised)
 def sync_grad(params: _Tensors) -> None:
-    """``objcomm.models.sync_gradients``, as encodec calls it."""
+    """``objcomm.models.sync_gradients`` under encodec's name."""
     objcomm.models.sync_gradients(params)
 
 
 @raising(as_it_raised)
 def sync_buffer(buffers: _Tensors, average: bool = True) -> None:  # noqa: FBT001, FBT002  # encodec's signature
-    """``objcomm.models.sync_buffers``, as encodec calls it."""
+    """``objcomm.models.sync_buffers`` under encodec's name."""
     objcomm.models.sync_buffers(buffers, average=average)
 
 
@@ -203,14 +203,14 @@ def loader(
 
 @raising(as_it_raised)
 def broadcast_object(obj: Any = None, src: int = 0, device: Any = None) -> Any:
-    """``objcomm.broadcast``; ``device`` said where bytes are staged, and has no effect."""
+    """``objcomm.broadcast``; ``device``, where flashy stages bytes, has no effect."""
     del device
     return objcomm.broadcast(obj, src)
 
 
 @raising(as_it_raised)
 def share(obj: Any = None, src: int = 0) -> Any:
-    """``objcomm.broadcast``, as demucs calls it."""
+    """``objcomm.broadcast`` under demucs's name."""
     return objcomm.broadcast(obj, src)
 
 

@@ -1,6 +1,6 @@
-"""Functions in the places of a library's own, for as long as a patch holds them there.
+"""Replace functions of a library with others while a patch is active.
 
-Knows modules and functions; knows nothing of what they do.
+Knows modules and functions, but not what the functions do.
 """
 
 import functools
@@ -18,17 +18,18 @@ from objcomm._transport.threads import Alone
 Function = Callable[..., Any]
 
 
-# A module, a name in it, what stood there, and what stands there now.
+# A module, a name in it, the original function and its replacement.
 _Place: TypeAlias = tuple[ModuleType, str, Function, Function]
 
 
 class Switch:
-    """Puts functions in their places while anybody holds it; see ``Patch``.
+    """Replaces functions while it has at least one holder; see ``Patch``.
 
     Args:
-        modules: gives the modules in which they have places.
-        functions: what stands there then, by name.
-        serves: whether a call with this ``group`` is for them, or for what stood there before.
+        modules: returns the modules in which to replace functions.
+        functions: the new functions by name.
+        serves: whether a new function serves calls with this ``group``; otherwise the original
+            does.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Switch:
         self._places: list[_Place] = []
 
     def hold(self, holder: object) -> None:
-        """Put the functions in their places, if they are not there."""
+        """Add a holder, and replace the functions if it is the first."""
         with self._lock, self._change:
             self._holders.add(holder)
             if not self._places:
@@ -57,9 +58,10 @@ class Switch:
                     setattr(module, name, replacement)
 
     def release(self, holder: object) -> None:
-        """Put back what stood there, if nobody else holds the switch.
+        """Remove a holder, and restore the original functions if it was the last.
 
-        Where something else stands by now it stays; what it calls of ours acts as the original.
+        A name that has been assigned something else meanwhile keeps it. A replacement that is still
+        referenced elsewhere calls the original from then on.
         """
         with self._lock, self._change:
             self._holders.discard(holder)
@@ -71,8 +73,8 @@ class Switch:
             self._places = []
 
     def _all_places(self) -> list[_Place]:
-        """In the modules, and wherever a module has imported one of their functions by its name."""
-        replacements: dict[Function, Function] = {}  # what is one function stays one
+        """Find the functions in ``modules``, and in every module that imported one by name."""
+        replacements: dict[Function, Function] = {}  # one for each original
         places: list[_Place] = []
         for module in self._modules():
             for name, function in self._functions.items():
@@ -84,7 +86,7 @@ class Switch:
         known = {(module, name) for module, name, _, _ in places}
         for module in tuple(sys.modules.values()):
             if isinstance(module, ModuleType):
-                # Past a ``__getattribute__`` that would load a module which is lazy.
+                # Bypasses a ``__getattribute__`` that would load a lazy module.
                 names = tuple(ModuleType.__getattribute__(module, "__dict__").items())
                 for name, value in names:
                     if id(value) in found and (module, name) not in known:
@@ -96,7 +98,7 @@ class Switch:
 
         def replacement(*args: Any, **kwargs: Any) -> Any:
             group = args[at] if len(args) > at else kwargs.get("group")
-            # A newer library may have options that the function does not know.
+            # A newer version of the library may have options that the function does not know.
             is_known = kwargs.keys() <= known and len(args) <= len(known)
             if self._holders and is_known and self._serves(group):
                 return function(*args, **kwargs)
@@ -107,14 +109,14 @@ class Switch:
 
 
 class Patch:
-    """Holds the functions in their places until ``undo``, or the end of a block."""
+    """Keeps functions replaced until ``undo`` or the end of the ``with`` block."""
 
     def __init__(self, switch: Switch) -> None:
         self._switch = switch
         switch.hold(self)
 
     def undo(self) -> None:
-        """Let go; does nothing if that was done. What stood there comes back with the last one."""
+        """End this patch if it is active; the last one to end restores the original functions."""
         self._switch.release(self)
 
     def __enter__(self) -> Self:

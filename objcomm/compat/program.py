@@ -1,7 +1,7 @@
-"""A whole program with torch's object collectives replaced: what is told of that, and its cost.
+"""Replace torch's object collectives in a whole program, and report that and its cost.
 
-Begun by ``startup.sitecustomize`` in each process of the program that has imported torch. Writes to
-standard error.
+``startup.sitecustomize`` starts this in each process of the program that has imported torch.
+Reports go to standard error.
 """
 
 import atexit
@@ -19,12 +19,12 @@ from objcomm.compat import torch as replacing
 
 
 def begin(*, is_first: bool, has_report: bool) -> None:
-    """Replace the functions in this process, for good.
+    """Replace the functions in this process permanently.
 
     Args:
-        is_first: whether this process runs the program itself, and was not started by it. On rank 0
-            it tells what was replaced.
-        has_report: whether rank 0 tells at its end what they have cost the ranks.
+        is_first: whether this process runs the program itself and was not started by it. If so,
+            rank 0 reports what was replaced.
+        has_report: whether rank 0 reports at its end what the calls have cost the ranks.
     """
     replacing.patch()
     replacing.check_calls(is_on=os.environ.get("OBJCOMM_CHECK") != "0")
@@ -48,7 +48,7 @@ def _tell_report(reporting: report.Report, *, is_asked: bool) -> None:
 
 def _tell(*lines: str) -> None:
     text = "".join(f"objcomm.run: {line}\n" for line in lines)
-    # A closed standard error is no reason to end a program.
+    # A closed standard error must not end the program.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(text)
         sys.stderr.flush()

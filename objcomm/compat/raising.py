@@ -1,6 +1,6 @@
-"""Errors of objcomm, in the place of another library's functions: also what these raised there.
+"""Make objcomm's errors catchable as those of the library whose functions it replaces.
 
-Knows which class of error a program may expect; knows nothing of what raises it.
+Knows which class of error a program may expect, but not what raises it.
 """
 
 import builtins
@@ -18,20 +18,20 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 P = ParamSpec("P")
 
-#: Gives an error as it is to leave a function.
+#: Returns the error to raise in place of another.
 Conversion = Callable[[ObjcommError], ObjcommError]
 
 
 def raising(conversion: Conversion) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a function whose errors of objcomm's leave it as ``conversion`` gives them."""
+    """Decorate a function to raise what ``conversion`` returns for an error of objcomm."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         def raises(*args: P.args, **kwargs: P.kwargs) -> T:
             try:
                 return function(*args, **kwargs)
             except ObjcommError as error:
-                # Raised where none is handled, so that its context is the caller's. In no
-                # variable: its traceback would hold that, and so the error itself.
+                # Raised outside the handler, so that its context is the caller's. Popped from a
+                # list, because a variable in its traceback would refer back to the error.
                 left = [conversion(error)]
             raise left.pop()
 
@@ -42,7 +42,7 @@ def raising(conversion: Conversion) -> Callable[[Callable[P, T]], Callable[P, T]
 
 
 class RaisingBlock(AbstractContextManager[T_co]):
-    """The same for what a block begins and ends with; errors of its body are not touched."""
+    """The same for the entry and exit of a block; errors raised in its body are not changed."""
 
     def __init__(self, block: AbstractContextManager[T_co], conversion: Conversion) -> None:
         self._begin = raising(conversion)(block.__enter__)
@@ -61,26 +61,26 @@ class RaisingBlock(AbstractContextManager[T_co]):
 
 
 def as_it_raised(error: ObjcommError) -> ObjcommError:
-    """An error in the place of a library that had torch's collectives below, and nothing besides.
+    """Convert an error for a library that is a thin layer over torch's collectives.
 
-    Where this rank's own code raised, the library let that pass: it is also that exception's
-    builtin class. Everything else came from torch, or from a check, as a RuntimeError.
+    An exception of this rank's own code passed through the library, so the converted error is also
+    of that exception's builtin class. Every other error was a RuntimeError, from torch or a check.
     """
     if isinstance(error, CaughtAs):
-        return error  # as it was raised
+        return error  # already converted
     own = error.__cause__ if isinstance(error, CollectiveError) else None
     return caught_as(error, builtin_base(raised_in(own)) or RuntimeError)
 
 
 def raised_in(cause: BaseException | None) -> BaseException | None:
-    """What a program's own code raised: of an object that can't be encoded what its code did."""
+    """Return the program's own exception; for an EncodeError, the one that caused it."""
     return cause.__cause__ if isinstance(cause, EncodeError) else cause
 
 
 def builtin_base(error: BaseException | None) -> type[Exception] | None:
-    """The builtin class by which a program may catch an error; None if only Exception is left.
+    """Return the builtin class by which a program may catch an error.
 
-    No group of exceptions, which is made of others.
+    None if there is no narrower one than Exception, or if it is an exception group.
     """
     known = [each for each in type(error).__mro__ if vars(builtins).get(name_of(each)) is each]
     if known[0] is Exception or not issubclass(known[0], Exception):

@@ -1,8 +1,8 @@
-"""What the replaced functions have cost the ranks: one table, on rank 0.
+"""Report what the replaced functions have cost the ranks, as one table on rank 0.
 
-Each rank counts its own calls. When it leaves the world it puts its figures into the world's store,
-because nothing of the world may be there later. Rank 0 reads them there, and waits for ranks that
-have yet to leave, but not for long.
+Each rank counts its own calls. When it leaves the world, it puts its figures into the world's
+store, which may not exist later. Rank 0 reads them from there, and waits a few seconds for ranks
+that have yet to leave.
 """
 
 import contextlib
@@ -32,16 +32,16 @@ from objcomm.errors import WireError, ranks_text
 NAMES = sorted(set(replacing.__all__) - {"patch"})
 
 _MOST_LINES = 5
-# Rank 0 compares ranks, so each gives more lines than are shown: 3 KB.
+# Rank 0 compares ranks, so each rank sends more lines than are shown: 3 KB.
 _MOST_LINES_GIVEN = 30
 
-# How long rank 0 waits for the others when it leaves the world, and when it leaves by an error.
+# How long rank 0 waits for the others when it leaves the world normally, and after an error.
 _PATIENCE_SECONDS = 5.0
 _FAILED_PATIENCE_SECONDS = 1.0
 _LOOK_SECONDS = 0.05
 
 _PACKAGE = str(Path(objcomm.__file__).parent)
-# What is installed, and what is generated ("<string>"), is not the program's.
+# Installed and generated code ("<string>") does not belong to the program.
 _NOT_THE_PROGRAM = (
     "<",
     _PACKAGE,
@@ -50,7 +50,7 @@ _NOT_THE_PROGRAM = (
 
 
 class Cost(NamedTuple):
-    """What a rank's calls of one function, or of one on one line, have cost it."""
+    """The cost to one rank of its calls to one function, from all lines or from a single one."""
 
     name: str
     calls: int
@@ -59,14 +59,14 @@ class Cost(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What one rank's calls have cost it, by function and by the program's line."""
+    """The cost of one rank's calls, by function and by line of the program."""
 
     functions: tuple[Cost, ...] = ()
     lines: tuple[Cost, ...] = ()
 
 
 class Report:
-    """Counts this process's calls, and on rank 0 takes in what the other ranks have counted."""
+    """Counts this process's calls; on rank 0, also collects the figures of the other ranks."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -79,9 +79,9 @@ class Report:
         self._missing: dict[int, str] = {}
 
     def add(self, call: CallRecord) -> None:
-        """Count a call that has ended; on the thread that made it."""
+        """Count a completed call, on the thread that made it."""
         if call.operation not in NAMES:
-            return  # the program's own, of objcomm
+            return  # the program itself called objcomm
         self._rank = rank()  # known now; the group may be gone later
         line = (_line() or call.header.call_site).removeprefix(self._folder)
         for counters, name in (
@@ -91,7 +91,7 @@ class Report:
             counters.add(name, (0, call.sent_nbytes, call.received_nbytes), call.seconds)
 
     def exchange_before_leaving(self) -> Patch:
-        """Have the ranks exchange their figures whenever the world is about to be destroyed."""
+        """Make the ranks exchange their figures whenever the world is about to be destroyed."""
         destroy = dist.destroy_process_group
 
         def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
@@ -107,20 +107,20 @@ class Report:
         )
 
     def exchange(self) -> None:
-        """Give rank 0 this rank's figures, or take in the others' there, if there is a world."""
+        """Send this rank's figures to rank 0, or collect them there, if there is a world."""
         world = default_group()
         if world is None or os.getpid() != self._pid or inheritance.has(world):
             return
         self._rank, size = world.rank(), world.size()
         if size == 1 or not is_reachable(None):
             return
-        # The store's host may be gone, and the board's thread too.
+        # The store's host may be gone, and so may the board's thread.
         with contextlib.suppress(StoreSilentError, RuntimeError):
             if self._rank == 0:
                 self._take_in(board_thread_of(world), range(1, size))
             else:
                 if not self._functions.snapshot():
-                    refuse_lost(store_of(world))  # a first connection is tried for minutes
+                    refuse_lost(store_of(world))  # a first connection attempt can take minutes
                 mine = pack_record(self._figures())
                 board_thread_of(world).call(
                     lambda board: board.tell_figures(mine), _PATIENCE_SECONDS
@@ -131,11 +131,11 @@ class Report:
         patience = _FAILED_PATIENCE_SECONDS if has_failed else _PATIENCE_SECONDS
         until = time.monotonic() + patience
         late = f"not at the end within {patience:g} s of rank 0"
-        self._others.clear()  # of an earlier world, and counted again in what comes
+        self._others.clear()  # from an earlier world; the new figures include them
         self._missing = dict.fromkeys(ranks, late)
         processes = board_thread.processes
         while late in self._missing.values():
-            # Asked before the look, because a rank tells its figures before it ends.
+            # Checked before the figures are read, because a rank writes its figures before it ends.
             ended = {each for each in self._missing if processes.end_of(each)}
             is_last = time.monotonic() >= until
             board_thread.call(lambda board: board.learn(list(self._missing)), _PATIENCE_SECONDS)
@@ -152,10 +152,10 @@ class Report:
             time.sleep(_LOOK_SECONDS)
 
     def lines(self, *, is_asked: bool) -> list[str]:
-        """The table, on rank 0; not in a process that has forked from the one that it is of.
+        """Return the lines of the report; empty on other ranks than 0, and in a forked process.
 
         Args:
-            is_asked: whether to say that there was no call, too.
+            is_asked: whether to report it if there were no calls.
         """
         own = self._figures()
         place = max(self._rank if self._rank >= 0 else rank(), 0)
@@ -184,7 +184,7 @@ class Report:
 
 
 def _costs(counters: Counters) -> tuple[Cost, ...]:
-    """What was counted, the longest first."""
+    """Return the counted costs, the longest first."""
     found = [
         Cost(name, of.calls, of.sent_nbytes, of.seconds) for name, of in counters.snapshot().items()
     ]
@@ -192,7 +192,7 @@ def _costs(counters: Counters) -> tuple[Cost, ...]:
 
 
 def _table(title: str, of_ranks: Mapping[int, Iterable[Cost]]) -> list[str]:
-    """A row of headings, and one for each name, the longest wait of any rank first."""
+    """Format a header row and one row per name, sorted by the longest time of any rank."""
     by_name = defaultdict[str, list[tuple[float, int, Cost]]](list)
     for rank_of, costs in of_ranks.items():
         for cost in costs:
@@ -224,14 +224,14 @@ def _table(title: str, of_ranks: Mapping[int, Iterable[Cost]]) -> list[str]:
 
 def _size(nbytes: float) -> str:
     for unit in ("B", "KB", "MB"):
-        if nbytes < 1000:  # noqa: PLR2004  # of each unit in the next
+        if nbytes < 1000:  # noqa: PLR2004  # of one unit in the next
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1000
     return f"{nbytes:,.1f} GB"
 
 
 def _line() -> str:
-    """The innermost ``file:line`` of the program itself on this thread; empty if there is none."""
+    """Return the innermost ``file:line`` of the program on this thread; empty if there is none."""
     frame = sys._getframe(1)  # noqa: SLF001  # as ``call_site`` does
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
         frame = frame.f_back
@@ -240,7 +240,7 @@ def _line() -> str:
 
 
 def _working_directory() -> str:
-    """How the paths of files below it begin; they are shown without that."""
+    """Return the prefix of paths below the working directory; they are shown without it."""
     try:
         return f"{Path.cwd()}{os.sep}"
     except OSError:  # it was removed

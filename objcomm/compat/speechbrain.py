@@ -1,12 +1,13 @@
 """The functions of ``speechbrain.utils.distributed``, of today and of 2022, under their names.
 
-The whole migration is the import::
+A program changes only its import::
 
     from objcomm.compat.speechbrain import if_main_process, run_on_main
 
-Signatures and results are SpeechBrain's. What differs is what was wrong; the page "Migrating" lists
-it. Errors of what communicates are objcomm's, and also RuntimeErrors, or what this rank's own code
-raised. Functions that ``objcomm`` has too take ``group=`` and ``timeout=`` here as well.
+Signatures and results are SpeechBrain's, except for defects that are fixed; the page "Migrating"
+lists them. Functions that communicate raise objcomm's errors, which can also be caught as
+RuntimeError or, if this rank's own code raised, as that exception's class. Functions that
+``objcomm`` has too accept ``group=`` and ``timeout=`` here as well.
 """
 
 import functools
@@ -56,7 +57,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
 
-#: What no named operator of objcomm does.
+#: Operators that objcomm has no names for.
 _BITWISE = {"BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor}
 
 OncePerNodeContext = MainProcessContext
@@ -79,16 +80,17 @@ def main_process_only(
     group: GroupLike = None,
     timeout: Timeout = None,
 ) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
-    """``objcomm.main_process_only``, whose functions raise as SpeechBrain's did, too.
+    """``objcomm.main_process_only``, with errors that can also be caught as SpeechBrain's.
 
     Args:
-        function: what to decorate; ``@main_process_only`` alone, or with options in parentheses.
-        group: who takes part; None for the world.
-        timeout: of each call, seconds or timedelta; the group's own if None.
+        function: the function to decorate; use ``@main_process_only`` alone, or with options in
+            parentheses.
+        group: the participating ranks; defaults to the world.
+        timeout: for each call, seconds or timedelta; defaults to the group's own.
 
     Raises:
-        UsageError: it is not a function, or it gives a coroutine or a generator. When it is
-            decorated.
+        UsageError: ``function`` is not a function, or returns a coroutine or a generator. Raised
+            when it is decorated.
 
     Examples:
         >>> @main_process_only
@@ -106,7 +108,9 @@ def main_process_only(
 
 
 def rank_prefixed_message(message: str) -> str:
-    """A text with ``get_rank()`` before it, unchanged where there is none; needs no other rank.
+    """Put ``get_rank()`` before a log message; return it unchanged if there is no rank.
+
+    Does not communicate.
 
     Args:
         message: any text.
@@ -120,13 +124,15 @@ def rank_prefixed_message(message: str) -> str:
 
 
 def get_rank() -> int | None:
-    """This process's rank, from torch.distributed or else from the launcher; needs no other rank.
+    """Return this process's rank, from torch.distributed or else from the launcher.
+
+    Does not communicate.
 
     Returns:
         The rank; None in a process that no launcher has started.
 
     Raises:
-        UsageError: what the launcher says is not a number.
+        UsageError: the launcher's variable is not a number.
 
     Examples:
         >>> get_rank() is None
@@ -139,13 +145,13 @@ def get_rank() -> int | None:
 
 
 def get_local_rank() -> int | None:
-    """This process's place on its host, as its launcher says; needs no other rank.
+    """Return this process's rank on its host, from the launcher. Does not communicate.
 
     Returns:
-        LOCAL_RANK, or what SLURM or MPI have in its place; None if there is nothing.
+        LOCAL_RANK, or the equivalent variable of SLURM or MPI; None if there is none.
 
     Raises:
-        UsageError: what is there is not a number.
+        UsageError: the variable is not a number.
 
     Examples:
         >>> get_local_rank() is None
@@ -155,7 +161,7 @@ def get_local_rank() -> int | None:
 
 
 def infer_device() -> str:
-    """The device for this process: ``"cuda"`` with its place on the host, or ``"cpu"``.
+    """Return the device for this process: ``"cuda"`` with its local rank, or ``"cpu"``.
 
     Examples:
         >>> infer_device() in ("cpu", "cuda")
@@ -177,22 +183,23 @@ def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
     post_kwargs: Mapping[str, Any] | None = None,
     run_post_on_all: bool = False,  # noqa: FBT001, FBT002  # SpeechBrain's position for it
 ) -> Any:
-    """Run ``func`` on the first rank of each host; every rank must call this.
+    """Run a function on the first rank of each host. Every rank must call this.
 
     Args:
-        func: what to run.
+        func: the function to run.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        post_func: what the other ranks run afterwards.
+        post_func: a function that the other ranks run afterwards.
         post_args: its positional arguments.
         post_kwargs: its keyword arguments.
-        run_post_on_all: whether the first ranks run it too.
+        run_post_on_all: whether the first ranks run ``post_func`` too.
 
     Returns:
-        What this very rank has run last; nothing is sent. None if it has run nothing.
+        The result of the function that this rank ran last, None if it ran none. Results are not
+        sent to other ranks.
 
     Raises:
-        CollectiveError: ``func`` or ``post_func`` raised on some rank. Every rank.
+        CollectiveError: ``func`` or ``post_func`` raised on some rank. Raised on every rank.
         ObjcommError: whatever else ``objcomm.run_once_per_node`` raises.
 
     Examples:
@@ -217,13 +224,13 @@ def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
 
 
 def once_per_node(function: Callable[P, R]) -> Callable[P, R | None]:
-    """Make a function run on the first rank of each host only: a decorator.
+    """Decorate a function to run on the first rank of each host only.
 
-    Every rank must call the function. Its result stays where it ran; other ranks get None.
-    ``objcomm.once_per_node`` shares it with the ranks of the host.
+    Every rank must call the function. The first ranks get its result, all others None.
+    ``objcomm.once_per_node`` shares the result with the ranks of the host.
 
     Args:
-        function: what to decorate.
+        function: the function to decorate.
 
     Examples:
         >>> @once_per_node
@@ -242,7 +249,7 @@ def once_per_node(function: Callable[P, R]) -> Callable[P, R | None]:
 
 
 def is_distributed_initialized() -> bool:
-    """Whether torch.distributed is there and was initialised; needs no other rank.
+    """Whether torch.distributed is available and initialized. Does not communicate.
 
     Examples:
         >>> is_distributed_initialized()
@@ -252,7 +259,7 @@ def is_distributed_initialized() -> bool:
 
 
 def if_main_process() -> bool:
-    """Whether this is the job's first rank; needs no other rank.
+    """Whether this is the job's first rank. Does not communicate.
 
     Examples:
         >>> if_main_process()
@@ -262,10 +269,10 @@ def if_main_process() -> bool:
 
 
 def is_local_rank_zero() -> bool:
-    """Whether this is the first rank of its host; needs no other rank.
+    """Whether this is the first rank of its host. Does not communicate.
 
     Raises:
-        UsageError: neither the launcher nor ``objcomm.node_group`` has said so.
+        UsageError: this is known neither from the launcher nor from ``objcomm.node_group``.
 
     Examples:
         >>> is_local_rank_zero()
@@ -275,7 +282,7 @@ def is_local_rank_zero() -> bool:
 
 
 def ddp_prevent_block() -> bool:
-    """Whether barriers and broadcasts act locally here; needs no other rank.
+    """Whether barriers and broadcasts act locally here. Does not communicate.
 
     Examples:
         >>> ddp_prevent_block()
@@ -286,7 +293,9 @@ def ddp_prevent_block() -> bool:
 
 @raising(as_it_raised)
 def ddp_barrier() -> None:
-    """Wait until every rank has come here; at once inside of ``MainProcessContext`` and its kin.
+    """Wait until every rank has called this.
+
+    Returns immediately inside ``MainProcessContext``, ``run_on_main`` and the like.
 
     Raises:
         ObjcommError: whatever ``objcomm.barrier`` raises, on the same ranks.
@@ -299,19 +308,20 @@ def ddp_barrier() -> None:
 
 @raising(as_it_raised)
 def ddp_all_reduce(communication_object: T, reduce_op: Any) -> T:
-    """Combine one object of every rank, such as a tensor, in place; every rank must call this.
+    """Reduce one object from every rank, in place if it is a tensor. Every rank must call this.
 
     Args:
-        communication_object: a tensor, which is changed; or anything that ``objcomm.all_reduce``
-            takes, which is not.
+        communication_object: a tensor, which is overwritten, or anything that
+            ``objcomm.all_reduce`` takes, which is not.
         reduce_op: a member of ``torch.distributed.ReduceOp``, or any operator of objcomm.
 
     Returns:
-        The tensor itself, or the result. Inside of ``MainProcessContext`` and its kin the object
-        as it was.
+        The same tensor, or the result for other objects. Inside ``MainProcessContext``,
+        ``run_on_main`` and the like, ``communication_object`` unchanged.
 
     Raises:
-        UsageError: the tensor cannot hold the result, such as the mean of integers. Every rank.
+        UsageError: the tensor's dtype can't hold the result, such as the mean of integers. Raised
+            on every rank.
         ObjcommError: whatever else ``objcomm.all_reduce`` raises, on the same ranks.
 
     Examples:
@@ -336,4 +346,4 @@ def ddp_all_reduce(communication_object: T, reduce_op: Any) -> T:
 
 
 keep_eager(globals()[name] for name in __all__)
-del keep_eager  # no public name
+del keep_eager  # not a public name

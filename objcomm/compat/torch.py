@@ -1,21 +1,22 @@
-"""The object collectives of ``torch.distributed``: its names, signatures and lists, over objcomm.
+"""The object collectives of ``torch.distributed``, with its names, signatures and lists.
 
-``from objcomm.compat import torch as dist_objects`` is the whole change in code that calls them.
+Code that calls them changes only its import: ``from objcomm.compat import torch as dist_objects``.
 
-In all of them ranks are global unless the argument begins with ``group_``, and the default root is
-global rank 0, as in torch. A rank outside of ``group`` gets torch's warning, and nothing happens
-there. Without ``init_process_group`` they serve a world of one. What arrives is an independent
-copy; tensors on a device arrive on the receiver's current one. ``device`` and ``use_batch``
-say where and how torch stages bytes; they are accepted and have no effect. Objects travel by the
-pickle codec, whatever ``objcomm.configure`` says of others. With ``weights_only=True``, which torch
-has since 2.15, a rank admits builtin types, tensors, arrays, and what was given to its
-``torch.serialization.add_safe_globals``; what names anything else raises ``ForbiddenTypeError``. An
-error for a wrong argument, or for an object that can't be pickled, is also of the class that
-torch raises for it, such as ``IndexError``.
+As in torch, ranks are global unless the argument begins with ``group_``, and the default root is
+global rank 0. A rank outside of ``group`` gets torch's warning, and nothing else happens there.
+Without ``init_process_group``, the functions work in a world of one. Received objects are
+independent copies; tensors on a device arrive on the receiver's current device. ``device`` and
+``use_batch``, which say where and how torch stages bytes, are accepted and have no effect. Objects
+are always encoded with the pickle codec, whatever ``objcomm.configure`` sets. With
+``weights_only=True``, which torch has since version 2.15, a rank admits builtin types, tensors,
+arrays, and everything passed to its ``torch.serialization.add_safe_globals``; a message that names
+anything else raises ``ForbiddenTypeError``. An error for a wrong argument, or for an object that
+can't be pickled, can also be caught as the class that torch raises, such as ``IndexError``.
 
-Any thread may call, as in torch. The main thread's calls are one sequence, those of all other
-threads a second one, in which they take turns; so a call must come from the main thread on all
-ranks or on none. A thread in ``objcomm.lane`` has that lane's sequence.
+As in torch, any thread may call these functions. The calls of the main thread form one sequence,
+and those of all other threads a second one, in which the threads take turns. So a call must come
+from the main thread on all ranks or on none. A thread in ``objcomm.lane`` uses that lane's
+sequence.
 """
 
 import functools
@@ -66,19 +67,19 @@ P = ParamSpec("P")
 
 _CODEC = "pickle"
 
-# Lists must not meet what the program sends by ``objcomm.send``, so they have a tag of their own.
+# A separate tag, so that lists do not match messages that the program sends by ``objcomm.send``.
 _TAG = (1 << 32) - 1
 
-#: What torch raises for wrong arguments, by the name that other ranks are told.
+#: The classes that torch raises for wrong arguments, by the type names in other ranks' failures.
 _TORCHS = {each.__name__: each for each in (ValueError, TypeError, IndexError, RuntimeError)}
 _TORCHS[f"{UsageError.__module__}.{UsageError.__qualname__}"] = ValueError
 
 
 def _as_torch_raises(error: ObjcommError) -> ObjcommError:
-    """A failure of one rank's arguments or object, on each rank also what torch raised for it.
+    """Make a failure of one rank's arguments or object catchable as the class that torch raises.
 
-    A rank that only heard of it gets what that rank was told as its cause. Where an object can't be
-    pickled only that rank knows what pickle raised.
+    On the other ranks the failing rank's message becomes the cause. If an object can't be pickled,
+    only the failing rank knows the class that pickle raised.
     """
     if not isinstance(error, CollectiveError):
         return error
@@ -96,10 +97,10 @@ def _as_torch_raises(error: ObjcommError) -> ObjcommError:
 
 
 def _in_torchs_place(outside: T) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator: errors are also torch's; a rank outside of the group gets its warning.
+    """Decorate a function to raise torch's errors, and to warn on a rank outside of the group.
 
     Args:
-        outside: what such a rank gets.
+        outside: the result on a rank outside of the group.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
@@ -112,7 +113,7 @@ def _in_torchs_place(outside: T) -> Callable[[Callable[P, T]], Callable[P, T]]:
                 warnings.warn(
                     f"Running {function.__name__} on global rank {rank()} which does not belong to "
                     "the given group.",
-                    stacklevel=3,  # the caller of what ``folded`` makes of this
+                    stacklevel=3,  # the caller of the function that ``folded`` returns
                 )
                 return outside
 
@@ -131,24 +132,27 @@ def broadcast_object_list(  # noqa: PLR0917  # torch's signature
     group_src: int | None = None,
     weights_only: bool = False,  # noqa: FBT001, FBT002  # torch's signature
 ) -> None:
-    """Put the objects of one rank's list into the lists of all ranks.
+    """Broadcast the objects of one rank's list into the lists of all ranks.
 
     Every rank of ``group`` must call this.
 
     Args:
-        object_list: on the source the objects, which stay as they are; elsewhere a list of the
-            same length, whose entries are replaced.
-        src: global rank of the source; 0 if ``group_src`` is not given either.
-        group: who takes part: a process group, a one-dimensional device mesh, None for the world.
+        object_list: on the source, the objects to share, which are not changed; elsewhere a list of
+            the same length, whose entries are replaced.
+        src: global rank of the source; defaults to 0.
+        group: the participating ranks: a process group or a one-dimensional device mesh; defaults
+            to the world.
         device: has no effect.
-        group_src: the source as a rank within the group.
-        weights_only: what is received may name nothing but what torch calls safe; see the module.
+        group_src: rank of the source within the group, as an alternative to ``src``.
+        weights_only: whether received pickles may name only what torch considers safe; see the
+            description of this module.
 
     Raises:
-        UsageError: the source is given twice or is not in the group: every rank, before any
-            traffic. This rank's list is not as long as the source's: this rank, which has changed
-            nothing; later calls work.
-        CollectiveError: the source's is not a list, or could not be encoded. Every rank.
+        UsageError: the source is given twice or is not in the group; raised on every rank, before
+            any traffic. Or this rank's list is not as long as the source's; raised on this rank,
+            whose list is unchanged. Later calls work.
+        CollectiveError: the source's ``object_list`` is not a list, or could not be encoded. Raised
+            on every rank.
         ObjcommError: whatever else ``objcomm.broadcast`` raises, on the same ranks.
 
     Examples:
@@ -163,7 +167,7 @@ def broadcast_object_list(  # noqa: PLR0917  # torch's signature
     root = src, group_src
     joined: Any = resolve(group, name)
     with joined.in_turns(), _call(Operation.BROADCAST, name, joined, root, weights_only) as call:
-        # Whatever class of list it is.
+        # A plain list, whatever sequence it is.
         objects = broadcast_in(call, object_list, lambda given: list(_entries(name, given)))()
         if not call.is_root:
             _replace_all(name, call.root, object_list, objects)
@@ -176,21 +180,24 @@ def all_gather_object(
     group: GroupLike = None,
     weights_only: bool = False,  # noqa: FBT001, FBT002  # torch's signature
 ) -> None:
-    """Collect one object from every rank into the lists of all ranks.
+    """Gather one object from every rank into the lists of all ranks.
 
-    Every rank of ``group`` must call this. Each object travels at its own size.
+    Every rank of ``group`` must call this. Objects are not padded to one size.
 
     Args:
-        object_list: at least as long as the group has ranks. Its first entries become the ranks'
-            objects, in the order of group ranks; this rank's own is a copy, too.
+        object_list: a list with at least one entry per rank. Its first entries are replaced by the
+            ranks' objects, in group rank order; this rank's own object is copied too.
         obj: this rank's contribution.
-        group: who takes part: a process group, a one-dimensional device mesh, None for the world.
-        weights_only: what is received may name nothing but what torch calls safe; see the module.
+        group: the participating ranks: a process group or a one-dimensional device mesh; defaults
+            to the world.
+        weights_only: whether received pickles may name only what torch considers safe; see the
+            description of this module.
 
     Raises:
-        UsageError: ``group`` is none. Every rank that gave it, before any traffic.
-        CollectiveError: some rank's list is too short, or its object could not be encoded. Every
-            rank, before any object has moved; no list was changed.
+        UsageError: ``group`` is not a group. Raised on every rank that passed it, before any
+            traffic.
+        CollectiveError: some rank's list is too short, or its object could not be encoded. Raised
+            on every rank, before any object has moved; no list is changed.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
     Examples:
@@ -222,27 +229,29 @@ def gather_object(  # noqa: PLR0917  # torch's signature
     group_dst: int | None = None,
     weights_only: bool = False,  # noqa: FBT001, FBT002  # torch's signature
 ) -> None:
-    """Collect one object from every rank into one rank's list.
+    """Gather one object from every rank into one rank's list.
 
-    Every rank of ``group`` must call this. Each object travels at its own size, and to the
+    Every rank of ``group`` must call this. Objects are not padded to one size, and are sent to the
     destination only.
 
     Args:
         obj: this rank's contribution.
-        object_gather_list: on the destination a list at least as long as the group has ranks. Its
-            first entries become the ranks' objects, in the order of group ranks; this rank's own
-            is a copy, too. Elsewhere None, or an empty list.
-        dst: global rank of the destination; 0 if ``group_dst`` is not given either.
-        group: who takes part: a process group, a one-dimensional device mesh, None for the world.
-        group_dst: the destination as a rank within the group.
-        weights_only: what is received may name nothing but what torch calls safe; see the module.
+        object_gather_list: on the destination, a list with at least one entry per rank. Its first
+            entries are replaced by the ranks' objects, in group rank order; this rank's own object
+            is copied too. Elsewhere None or an empty list.
+        dst: global rank of the destination; defaults to 0.
+        group: the participating ranks: a process group or a one-dimensional device mesh; defaults
+            to the world.
+        group_dst: rank of the destination within the group, as an alternative to ``dst``.
+        weights_only: whether received pickles may name only what torch considers safe; see the
+            description of this module.
 
     Raises:
-        UsageError: the destination is given twice or is not in the group. Every rank, before any
-            traffic.
-        CollectiveError: the destination's list is too short or missing, another rank gave one, or
-            an object could not be encoded. The destination and that rank, before any object has
-            moved to the list.
+        UsageError: the destination is given twice or is not in the group. Raised on every rank,
+            before any traffic.
+        CollectiveError: the destination's list is too short or missing, another rank passed a list,
+            or an object could not be encoded. Raised on the destination and that rank, before the
+            list changes.
         ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
 
     Examples:
@@ -276,26 +285,28 @@ def scatter_object_list(  # noqa: PLR0917  # torch's signature
     group_src: int | None = None,
     weights_only: bool = False,  # noqa: FBT001, FBT002  # torch's signature
 ) -> None:
-    """Give each rank one object of the source's.
+    """Scatter the objects of the source's list, one to each rank.
 
-    Every rank of ``group`` must call this. Each object travels to its own rank only.
+    Every rank of ``group`` must call this. Each object is sent to its own rank only.
 
     Args:
-        scatter_object_output_list: a list whose first entry becomes this rank's object; on the
-            source that is a copy, too.
-        scatter_object_input_list: on the source one object per rank, in the order of group ranks;
-            elsewhere ignored.
-        src: global rank of the source; 0 if ``group_src`` is not given either.
-        group: who takes part: a process group, a one-dimensional device mesh, None for the world.
-        group_src: the source as a rank within the group.
-        weights_only: what is received may name nothing but what torch calls safe; see the module.
+        scatter_object_output_list: a list whose first entry is replaced by this rank's object; on
+            the source that is a copy too.
+        scatter_object_input_list: on the source, one object per rank, in group rank order; ignored
+            elsewhere.
+        src: global rank of the source; defaults to 0.
+        group: the participating ranks: a process group or a one-dimensional device mesh; defaults
+            to the world.
+        group_src: rank of the source within the group, as an alternative to ``src``.
+        weights_only: whether received pickles may name only what torch considers safe; see the
+            description of this module.
 
     Raises:
-        UsageError: the source is given twice or is not in the group: every rank, before any
-            traffic. The output list of a rank that is not the source is none or empty: that rank,
-            after it took part; later calls work.
-        CollectiveError: the source gave another number of objects or an empty output list, or
-            could not encode an object. Every rank, before any object has moved.
+        UsageError: the source is given twice or is not in the group; raised on every rank, before
+            any traffic. Or the output list of a rank other than the source is not a list or is
+            empty; raised on that rank after it has received its object. Later calls work.
+        CollectiveError: the source did not pass one object per rank, passed an empty output list,
+            or could not encode an object. Raised on every rank, before any object has moved.
         ObjcommError: whatever else ``objcomm.scatter`` raises, on the same ranks.
 
     Examples:
@@ -335,21 +346,21 @@ def send_object_list(  # noqa: PLR0917  # torch's signature
 ) -> None:
     """Send the objects of a list to one rank, which calls ``recv_object_list``.
 
-    Only these two ranks take part. The list travels as one message. Any thread may send.
+    Only these two ranks participate. The list is sent as one message. Any thread may send.
 
     Args:
-        object_list: the objects.
+        object_list: the objects to send.
         dst: global rank of the receiver.
-        group: to which both belong; None for the world.
+        group: a group that contains both ranks; defaults to the world.
         device: has no effect.
-        group_dst: the receiver as a rank within the group; give one.
+        group_dst: rank of the receiver within the group, as an alternative to ``dst``.
         use_batch: has no effect.
-        weights_only: has no effect here; give it to ``recv_object_list``.
+        weights_only: has no effect here; pass it to ``recv_object_list``.
 
     Raises:
-        UsageError: the receiver is not given, given twice, not in the group, or this rank itself;
-            or this is not a list. This rank, before any traffic.
-        CollectiveError: an object could not be encoded. Both ranks.
+        UsageError: the receiver is missing, given twice, not in the group, or this rank itself;
+            or ``object_list`` is not a list. Raised on this rank, before any traffic.
+        CollectiveError: an object could not be encoded. Raised on both ranks.
         ObjcommError: whatever else ``objcomm.send`` raises, on the same ranks.
 
     Examples:
@@ -373,27 +384,29 @@ def recv_object_list(  # noqa: PLR0917  # torch's signature
     use_batch: bool = False,  # noqa: FBT001, FBT002  # torch's signature
     weights_only: bool = False,  # noqa: FBT001, FBT002  # torch's signature
 ) -> int:
-    """Receive the objects of a list that one rank sends by ``send_object_list``.
+    """Receive the objects of a list that one rank sends with ``send_object_list``.
 
     Any thread may receive.
 
     Args:
-        object_list: as long as the sender's; its entries are replaced.
-        src: global rank of the sender; neither this nor ``group_src``: any rank.
-        group: to which both belong; None for the world.
+        object_list: a list as long as the sender's; its entries are replaced.
+        src: global rank of the sender; defaults to any rank.
+        group: a group that contains both ranks; defaults to the world.
         device: has no effect.
-        group_src: the sender as a rank within the group.
+        group_src: rank of the sender within the group, as an alternative to ``src``.
         use_batch: has no effect.
-        weights_only: what is received may name nothing but what torch calls safe; see the module.
+        weights_only: whether received pickles may name only what torch considers safe; see the
+            description of this module.
 
     Returns:
         The sender's global rank; -1 on a rank outside of ``group``.
 
     Raises:
-        UsageError: the sender is given twice, not in the group, or this rank itself; or this is no
-            list: this rank, before any traffic. The list is not as long as the sender's: this
-            rank; the message is gone, and the list as it was.
-        CollectiveError: the sender could not encode an object. Both ranks.
+        UsageError: the sender is given twice, not in the group, or this rank itself, or
+            ``object_list`` is not a list; raised on this rank, before any traffic. Or the list is
+            not as long as the sender's; raised on this rank, with the message consumed and the list
+            unchanged.
+        CollectiveError: the sender could not encode an object. Raised on both ranks.
         ObjcommError: whatever else ``objcomm.recv`` raises, on the same ranks.
 
     Examples:
@@ -417,9 +430,9 @@ def _call(
     name: str,
     joined: Any,
     root: tuple[int | None, int | None] | None,
-    weights_only: bool,  # noqa: FBT001  # handed on
+    weights_only: bool,  # noqa: FBT001  # passed on
 ) -> Call:
-    """A call under the user's name; a root is given as a global rank and as one of the group."""
+    """Create a call under torch's name; ``root`` is a global rank and a group rank."""
     # Torch's default is 0, in every group.
     global_root, group_root = (0, None) if root == (None, None) else root or (None, None)
     _check_root(name, joined, global_root, group_root)
@@ -438,17 +451,17 @@ def _call(
     )
 
 
-#: Calls in which all ranks meet first, because some could otherwise return too early.
+#: Operations in which all ranks meet first, because some could otherwise return too early.
 _met_first: set[Operation] = set()
 
 
 def check_calls(*, is_on: bool) -> None:
-    """Make every rank raise in the very call that does not match another rank's, as torch does.
+    """Make every rank raise in the call that does not match another rank's, as torch does.
 
-    Every rank must say the same. It costs a small call some hundred microseconds; ``objcomm.check``
-    does it for objcomm's own calls.
+    Every rank must pass the same value. This adds a few hundred microseconds to a small call.
+    ``objcomm.check`` does the same for objcomm's own calls.
     """
-    # In the other operations every rank waits for every other one anyway.
+    # In the other operations every rank waits for all others anyway.
     one_sided = {Operation.BROADCAST, Operation.GATHER, Operation.SCATTER}
     if is_on:
         _met_first.update(one_sided)
@@ -457,11 +470,11 @@ def check_calls(*, is_on: bool) -> None:
 
 
 def _check_root(name: str, joined: Group, root: int | None, group_root: int | None) -> None:
-    """Hold another rank against the group, for what torch raises; the call itself does it again.
+    """Check a root or peer, to raise torch's class of error; the call itself checks it again.
 
     Raises:
-        UsageError: there is no such rank, for which Gloo has a RuntimeError; or it is no number,
-            which is a TypeError there.
+        UsageError: there is no such rank, which is a RuntimeError with Gloo; or it is not an
+            integer, which is a TypeError there.
     """
     try:
         joined.root(name, root, group_root)
@@ -481,7 +494,7 @@ def _p2p_call(
     *,
     weights_only: bool = False,
 ) -> E:
-    """A message to or from another rank.
+    """Create a call that sends to or receives from another rank.
 
     Raises:
         UsageError: an argument is wrong, or the other rank is this one.
@@ -494,20 +507,20 @@ def _p2p_call(
     return p2p_call
 
 
-def _safe(weights_only: bool) -> list[Any] | None:  # noqa: FBT001  # handed on
-    """What a received pickle may name; None for everything."""
+def _safe(weights_only: bool) -> list[Any] | None:  # noqa: FBT001  # passed on
+    """Return what a received pickle may name; None for everything."""
     if not weights_only:
         return None
     return [each[0] if isinstance(each, tuple) else each for each in get_safe_globals()]
 
 
 def _copied(call: Call, obj: object) -> Any:
-    """A copy of this rank's own object: torch gives one, and what changes later must not change."""
+    """Copy this rank's own object, as torch does, so that later changes do not affect the list."""
     return call.alone(lambda: call.copy(obj)) if call.is_alone else call.copy(obj)
 
 
 def _modules() -> list[ModuleType]:
-    """Where torch has these functions: under its public name, and where its own code looks."""
+    """Return the modules where torch has these functions: the public and the internal one."""
     if not dist.is_available():
         return []
     from torch.distributed import distributed_c10d  # noqa: PLC0415  # absent in some builds
@@ -521,24 +534,26 @@ _switch = Switch(_modules, _FUNCTIONS, is_reachable)
 
 
 def patch() -> Patch:
-    """Put this module's functions in the places of torch's own.
+    """Replace torch's object collectives with this module's functions.
 
-    Every rank must call this, before the calls that it is for. Then whatever calls
-    ``torch.distributed.all_gather_object`` and its like calls objcomm: torch's own modules,
-    accelerate, and others. It holds for all threads of the process. A name that a module imported
-    before (``from torch.distributed import all_gather_object``) is replaced in that module, too.
-    What else holds a function, such as a class, a ``partial`` or a local name, keeps torch's.
+    Every rank must call this before the calls that it is to affect. From then on, all code that
+    calls ``torch.distributed.all_gather_object`` and the like calls objcomm: torch's own modules,
+    accelerate, and others, in all threads of the process. If a module has imported a function by
+    name (``from torch.distributed import all_gather_object``), the name is replaced in that module
+    too. A class, a ``partial`` or a local variable that holds a function keeps torch's.
 
-    Groups that objcomm can't serve keep torch's functions: those of the backends ``fake``, ``mpi``
-    and ``threaded``, those without a store that other processes reach, those that torch's own code
-    makes without ``new_group`` (as ``rpc.init_rpc`` does before there is a world), and what is no
-    process group at all. So do calls with options that this version does not know. Each rank sees
-    that in what all have been given, so all decide alike.
+    Torch's functions still serve the groups that objcomm can't: those of the backends ``fake``,
+    ``mpi`` and ``threaded``, those without a store that other processes can reach, those that
+    torch's own code creates without ``new_group`` (as ``rpc.init_rpc`` does before there is a
+    world), and anything that is not a process group. They also serve calls with options that this
+    version does not know. All ranks make the same decision, because it depends only on values that
+    are the same on every rank.
 
     Returns:
-        A context manager, at whose end torch's functions come back, whether or not by an error; and
-        a switch, whose ``undo()`` does that. There may be several at once, of any threads: torch's
-        functions come back with the last. Then names that were imported meanwhile act as torch's.
+        A context manager that restores torch's functions on exit; its ``undo()`` method does the
+        same without a block. Several patches may be active at the same time, in any threads;
+        torch's functions are restored when the last one ends. Names imported meanwhile then act as
+        torch's functions.
 
     Examples:
         >>> import torch.distributed as dist
@@ -553,10 +568,10 @@ def patch() -> Patch:
 
 
 def _entries(name: str, given: Any) -> Sequence[Any]:
-    """What is a list of the caller's.
+    """Return the caller's list.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not a list.
     """
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         error = UsageError(f"{name}: give a list of objects, not a {type(given).__name__}")
@@ -565,10 +580,10 @@ def _entries(name: str, given: Any) -> Sequence[Any]:
 
 
 def _check_room(call: Call, given: Any) -> None:
-    """Hold a list to be filled against the number of ranks.
+    """Check that a list to fill has an entry for every rank.
 
     Raises:
-        UsageError: it is none, or too short.
+        UsageError: it is not a list, or too short.
     """
     if not isinstance(given, MutableSequence):
         error = UsageError(f"{call.operation}: give a list to fill, not a {type(given).__name__}")
@@ -582,10 +597,10 @@ def _check_room(call: Call, given: Any) -> None:
 
 
 def _check_gather_list(call: Call, given: Any) -> None:
-    """The same for the list that only the destination has.
+    """Do the same for the list that only the destination may pass.
 
     Raises:
-        UsageError: see ``_check_room``; or another rank has one.
+        UsageError: as in ``_check_room``; or another rank has passed a list.
     """
     if call.is_root:
         if given is None or (isinstance(given, Sequence) and not given):
@@ -599,7 +614,7 @@ def _check_gather_list(call: Call, given: Any) -> None:
 
 
 def _one_each(call: Call, given: Sequence[Any] | None) -> list[Any]:
-    """The objects to be scattered.
+    """Return the objects to scatter.
 
     Raises:
         UsageError: there is not one for each rank.
@@ -613,20 +628,20 @@ def _one_each(call: Call, given: Sequence[Any] | None) -> list[Any]:
 
 
 def _check_output(name: str, given: Any) -> None:
-    """Hold the list for one object against what it is for.
+    """Check the list that takes this rank's object.
 
     Raises:
-        UsageError: it is none, or empty.
+        UsageError: it is not a list, or empty.
     """
     if not isinstance(given, MutableSequence) or not given:
         raise UsageError(f"{name}: scatter_object_output_list= must be a list with an entry")
 
 
 def _replace_all(name: str, origin: int, box: Any, objects: Any) -> None:
-    """Replace a list's entries by another rank's, one for one.
+    """Replace a list's entries by those of another rank.
 
     Raises:
-        UsageError: there are not as many.
+        UsageError: ``box`` is not a list of the same length.
     """
     is_list = isinstance(box, MutableSequence)
     if not is_list or len(box) != len(objects):

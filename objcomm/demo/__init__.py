@@ -1,10 +1,11 @@
-"""A whole program on objcomm: train, evaluate and report on real data, on several ranks.
+"""A complete example program: train, evaluate and report on real data, on several ranks.
 
-``python -m objcomm.demo`` starts the ranks by ``objcomm.launch``; each runs ``job``, whose ``run``
-is the program to read first. ``learning`` has the data, training and evaluation, and ``config``
-what a user may set. They use objcomm's public names only.
+``python -m objcomm.demo`` starts the ranks with ``objcomm.launch``. Each rank runs ``job``; read
+its ``run`` first. ``learning`` has the data, training and evaluation, and ``config`` the settings.
+The program uses only objcomm's public names.
 
-Importing this package raises ``MissingDependencyError`` where a package that it needs is missing.
+Importing this package raises ``MissingDependencyError`` if it needs a package that is not
+installed.
 """
 
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ _NEEDED = {
     "tqdm": "tqdm",
 }
 
-# Asked here and not where each is used: a user hears of all, and before four ranks have started.
+# Checked here and not where each is used, so that the error names all, before any rank has started.
 _missing = [package for package in _NEEDED if find_spec(package) is None]
 if _missing:
     raise MissingDependencyError(_missing[0], " ".join(_NEEDED[package] for package in _missing))

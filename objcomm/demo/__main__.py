@@ -40,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_job(program: Sequence[str]) -> int:
-    """What each rank does; returns its exit status.
+    """Run the job on one rank; return its exit status.
 
-    The job is imported here, so that only ranks need the time.
+    The job is imported here, so that only ranks spend the time for it.
     """
     from objcomm.demo import job  # noqa: PLC0415  # see above
 

@@ -1,6 +1,6 @@
 """The demo's settings, read from a TOML file.
 
-Knows nothing of ranks: reading fails with one exception, and the job decides who hears of it.
+Does not know about ranks: reading raises one exception, and the job decides which ranks see it.
 """
 
 import tomllib
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import get_type_hints
 
 SAMPLE = Path(__file__).with_name("digits.toml")
-REFUSED = 2  # exit status of a job that has said in one message why it cannot use its config
-_TEST_SHARES = (0.1, 0.9)  # between them each of some hundred ranks has images of both sets
+REFUSED = 2  # exit status of a job that can't use its config and has printed why
+_TEST_SHARES = (0.1, 0.9)  # within these, each of a hundred ranks has images of both sets
 
 
 class ConfigError(Exception):
-    """A settings file cannot be used.
+    """A settings file can't be used.
 
     Attributes:
         path: the file.
@@ -32,7 +32,7 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What one run is made of; ``digits.toml`` says what each setting means."""
+    """The settings of one run; ``digits.toml`` explains each of them."""
 
     seed: int
     test_share: float
@@ -42,7 +42,7 @@ class Config:
     learning_rate: float
 
     def problems(self) -> list[str]:
-        """What is wrong with the values, in words; empty if nothing is."""
+        """Describe what is wrong with the values; empty if they are valid."""
         found = [
             f"{name} must be of type {kind.__name__}, it is {value!r}"
             for name, kind in get_type_hints(Config).items()
@@ -67,13 +67,14 @@ def read_config(path: Path) -> Config:
     """Read and check a settings file.
 
     Raises:
-        ConfigError: it is missing or unreadable, is no TOML, or its settings are not ``Config``'s.
+        ConfigError: the file is missing, unreadable or not TOML, or its settings are not those of
+            ``Config``.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(path, error.strerror or str(error)) from error
-    except ValueError as error:  # of the encoding or of the syntax
+    except ValueError as error:  # wrong encoding or syntax
         raise ConfigError(path, f"it is not TOML: {error}") from error
     names = {field.name for field in fields(Config)}
     if missing := sorted(names - table.keys()):

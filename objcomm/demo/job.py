@@ -1,8 +1,8 @@
-"""What each rank does; ``python -m objcomm.demo`` starts the ranks. Read ``run`` first.
+"""The program of each rank, which ``python -m objcomm.demo`` starts. Read ``run`` first.
 
-Every objcomm call of the demo stands here in the order in which the ranks make it, but for one:
-``learning`` shares the first weights. Rank 0 shows and writes a table, a picture, and the same
-facts for a program to read.
+All objcomm calls of the demo are here, in the order in which the ranks make them, except that
+``learning`` broadcasts the initial weights. Rank 0 prints a table, and writes a picture and the
+results as files for other programs.
 """
 
 import argparse
@@ -25,12 +25,12 @@ FILES = ("confusion.png", "results.json", "predictions.npz")
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All that rank 0 knows at the end.
+    """The results of a run, on rank 0.
 
     Attributes:
         config: the settings of the run.
-        predictions: each rank's answers, in rank order.
-        matrix: all answers counted, as the ranks reduced it.
+        predictions: each rank's predictions, in rank order.
+        matrix: the counts of all predictions, reduced over the ranks.
         calls: each rank's counters of its objcomm calls, in rank order.
     """
 
@@ -42,13 +42,13 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class CallCost:
-    """What one objcomm operation cost in a run.
+    """The cost of one objcomm operation in a run.
 
     Attributes:
         operation: its name.
-        calls: how often each rank called it.
+        calls: number of calls on each rank.
         sent_nbytes: bytes that all ranks sent for it.
-        milliseconds: time in all its calls on the slowest rank, waiting for others included.
+        milliseconds: time of all its calls on the slowest rank, including waiting for others.
     """
 
     operation: str
@@ -58,7 +58,7 @@ class CallCost:
 
 
 def call_costs(calls: Sequence[Mapping[str, OperationStats]]) -> list[CallCost]:
-    """Join the ranks' counters: bytes add up, and a call takes as long as on its slowest rank."""
+    """Combine the ranks' counters: add up the bytes, and take the time of the slowest rank."""
     costs = []
     for operation in calls[0]:
         counted = [of_rank[operation] for of_rank in calls]
@@ -69,7 +69,7 @@ def call_costs(calls: Sequence[Mapping[str, OperationStats]]) -> list[CallCost]:
 
 
 def table(results: Results) -> str:
-    """Accuracy per rank and in all, then the cost of each objcomm call, as aligned text."""
+    """Format the accuracy per rank and in total, then the cost of each objcomm call."""
     accuracy = [
         (f"rank {part.rank}", len(part.rows), part.right, _percent(part.right, len(part.rows)))
         for part in results.predictions
@@ -93,7 +93,7 @@ def table(results: Results) -> str:
 
 
 def draw(matrix: ConfusionMatrix) -> Figure:
-    """The confusion matrix as a picture, each count in its cell."""
+    """Draw the confusion matrix, with each count in its cell."""
     figure = Figure(figsize=(6, 6), layout="constrained")
     axes = figure.add_subplot(
         title=f"{matrix.right} of {matrix.total} digits right",
@@ -102,7 +102,7 @@ def draw(matrix: ConfusionMatrix) -> Figure:
         xticks=range(CLASSES),
         yticks=range(CLASSES),
     )
-    # Errors are few: on a linear scale of all counts they would look like zeros.
+    # There are few errors; on a linear scale they would look like zeros.
     axes.imshow(np.sqrt(matrix.counts), cmap="Blues")
     for (digit, answer), count in np.ndenumerate(matrix.counts):
         if count:
@@ -112,7 +112,7 @@ def draw(matrix: ConfusionMatrix) -> Figure:
 
 
 def write(results: Results, out: Path) -> None:
-    """Write ``FILES`` into the folder ``out``, which is made if need be."""
+    """Write ``FILES`` into the folder ``out``, which is created if necessary."""
     out.mkdir(parents=True, exist_ok=True)
     draw(results.matrix).savefig(out / "confusion.png", dpi=120)
     (out / "results.json").write_text(json.dumps(_facts(results), indent=2) + "\n")
@@ -160,7 +160,7 @@ _PATIENCE_SECONDS = 60.0
 
 
 def run(config: Config, out: Path) -> None:
-    """Train together, evaluate apart, report on rank 0."""
+    """Train one model on all ranks, evaluate a part on each rank, and report on rank 0."""
     rank, world_size = objcomm.rank(), objcomm.world_size()
     train_shard, test_shard = load_shards(
         rank, world_size, test_share=config.test_share, seed=config.seed
@@ -172,9 +172,7 @@ def run(config: Config, out: Path) -> None:
     matrix = objcomm.reduce(ConfusionMatrix.of(predictions), ConfusionMatrix.merge)
     calls = objcomm.gather(objcomm.stats())
 
-    if gathered is not None and matrix is not None and calls is not None:  # so on rank 0
-        # Imported here, because matplotlib would cost every other rank half a second.
-
+    if gathered is not None and matrix is not None and calls is not None:  # only on rank 0
         results = Results(config, gathered, matrix, calls)
         write(results, out)
         print(table(results))
@@ -182,23 +180,23 @@ def run(config: Config, out: Path) -> None:
 
 
 def share_config(path: Path) -> Config:
-    """Read the config on rank 0 and give it to every rank.
+    """Read the config on rank 0 and broadcast it to every rank.
 
-    Not ``broadcast(read_config(path))``: if reading raised, rank 0 would never come to the call
-    that the others wait in. What a callback raises is raised on every rank.
+    With ``broadcast(read_config(path))``, an error in reading would keep rank 0 from the call in
+    which the others wait. An exception from the callback here is raised on every rank.
 
     Raises:
-        CollectiveError: rank 0 cannot use the file. Every rank.
+        CollectiveError: rank 0 can't use the file. Raised on every rank.
     """
     return objcomm.reduce_and_broadcast(lambda: None, lambda _: read_config(path))
 
 
 def refuse(error: objcomm.CollectiveError) -> int:
-    """Let rank 0 say why there is no config; return every rank's exit status."""
+    """Print on rank 0 why there is no config; return the exit status of every rank."""
     if objcomm.is_main():
         print(f"objcomm.demo: {error.failures[0].message}", file=sys.stderr, flush=True)
-    # torchrun, which may start this module too, ends every rank as soon as one has failed, so none
-    # may leave before rank 0 has spoken. After a failure the group still works.
+    # torchrun, which may start this module too, ends all ranks as soon as one fails, so no rank may
+    # exit before rank 0 has printed the message. The group still works after a failure.
     objcomm.barrier("rank 0 has spoken")
     return REFUSED
 

@@ -1,10 +1,10 @@
-"""The data, a small network and its training by plain torch, and how often its answers are right.
+"""The data, a small network, its training with plain torch, and its evaluation.
 
-The data are scikit-learn's 1,797 handwritten digits, 8 x 8 pixels each, split over the ranks; they
-are part of scikit-learn, so nothing is downloaded. Gradients are tensors of known shape, so they
-need nothing of objcomm; the first weights, a dict of tensors, come from rank 0 in one call.
-``Predictions`` is gathered and ``ConfusionMatrix`` reduced: two ordinary classes that know nothing
-of ranks meeting, and need to register nowhere.
+The data are scikit-learn's 1,797 handwritten digits of 8 x 8 pixels, split over the ranks. They are
+part of scikit-learn, so nothing is downloaded. Gradients are tensors of known shape, so objcomm is
+not needed for them; the initial weights, a dict of tensors, come from rank 0 in one call.
+``Predictions`` is gathered and ``ConfusionMatrix`` is reduced. Both are ordinary classes that need
+no registration.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from objcomm.demo.config import Config
 
 PIXELS = 64
 CLASSES = 10
-_BRIGHTEST = 16.0  # the data set counts a pixel's ink from 0 to 16
+_BRIGHTEST = 16.0  # pixel values in the dataset range from 0 to 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class Shard:
     """One rank's part of the training or the test set.
 
     Attributes:
-        rows: which rows of the whole data set these are.
+        rows: the indices of these images in the whole dataset.
         images: one row of pixels from 0 to 1 per image.
-        labels: the digit on each.
+        labels: the digit on each image.
     """
 
     rows: NDArray[np.int64]
@@ -42,11 +42,11 @@ class Shard:
 
 
 def load_shards(rank: int, world_size: int, *, test_share: float, seed: int) -> tuple[Shard, Shard]:
-    """This rank's training and test shard.
+    """Return this rank's training and test shard.
 
-    The ranks' test shards are disjoint and together the whole test set. Training shards are all of
-    one size, because every rank must take part in each averaging of gradients; the up to
-    ``world_size - 1`` images that are left over stay unused.
+    The ranks' test shards are disjoint and together form the whole test set. All training shards
+    have the same size, because every rank must participate in each averaging of gradients; up to
+    ``world_size - 1`` images remain unused.
     """
     pixels, labels = load_digits(return_X_y=True)
     images = torch.as_tensor(pixels / _BRIGHTEST, dtype=torch.float32)
@@ -63,13 +63,13 @@ def load_shards(rank: int, world_size: int, *, test_share: float, seed: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """One rank's answers on its shard of the test set, image by image.
+    """One rank's predictions for the images of its test shard.
 
     Attributes:
-        rank: who answered.
-        rows: which rows of the whole data set were asked.
-        truth: the digit on each.
-        answers: what the model said.
+        rank: the rank.
+        rows: the indices of the images in the whole dataset.
+        truth: the digit on each image.
+        answers: the digit that the model predicted for each image.
     """
 
     rank: int
@@ -79,7 +79,7 @@ class Predictions:
 
     @property
     def right(self) -> int:
-        """How many answers are right."""
+        """The number of correct predictions."""
         return int((self.truth == self.answers).sum())
 
 
@@ -88,42 +88,42 @@ class ConfusionMatrix:
     """How often the digit of a row was taken for the digit of a column.
 
     Attributes:
-        counts: images, by true digit and by answer.
+        counts: number of images by true digit and predicted digit.
     """
 
     counts: NDArray[np.int64]
 
     @classmethod
     def of(cls, predictions: Predictions) -> "ConfusionMatrix":
-        """Count one rank's answers."""
+        """Count one rank's predictions."""
         counts = np.zeros((CLASSES, CLASSES), dtype=np.int64)
         np.add.at(counts, (predictions.truth, predictions.answers), 1)
         return cls(counts)
 
     def merge(self, other: "ConfusionMatrix") -> "ConfusionMatrix":
-        """The matrix of both sets of images; neither operand changes."""
+        """Return the matrix of both sets of images; neither operand changes."""
         return ConfusionMatrix(self.counts + other.counts)
 
     @property
     def total(self) -> int:
-        """How many images were asked."""
+        """The number of images."""
         return int(self.counts.sum())
 
     @property
     def right(self) -> int:
-        """How many answers are right."""
+        """The number of correct predictions."""
         return int(self.counts.trace())
 
 
 @torch.inference_mode()
 def predict(model: nn.Module, shard: Shard, rank: int) -> Predictions:
-    """Ask the model for every image of a shard."""
+    """Predict the digit on every image of a shard."""
     answers = model(shard.images).argmax(dim=1)
     return Predictions(rank, shard.rows, shard.labels.numpy(), answers.numpy())
 
 
 def train(config: Config, shard: Shard) -> nn.Module:
-    """Train one model together; every rank ends with the same weights.
+    """Train one model on all ranks; every rank ends up with the same weights.
 
     Every rank must call this, with a shard of the same length. Rank 0 shows a progress bar.
     """

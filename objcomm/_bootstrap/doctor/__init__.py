@@ -1,5 +1,5 @@
-"""``python -m objcomm doctor``: which ranks meet, who reaches whom, how fast, and what that means.
+"""``python -m objcomm doctor``: check whether ranks meet and reach each other, and how fast.
 
-It measures instead of predicting: Gloo itself says where it listens. Every wait has a limit, and
-what another rank has left in the store is read as a record of known fields.
+It measures instead of predicting; for example, Gloo itself reports where it listens. Every wait has
+a timeout, and whatever another rank has put into the store is read as a record of known fields.
 """

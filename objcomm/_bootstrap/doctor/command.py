@@ -1,6 +1,6 @@
-"""``python -m objcomm doctor``: one rank's way through all steps, and what becomes of the findings.
+"""``python -m objcomm doctor``: run all steps on one rank, and output the findings.
 
-Rank 0 also collects what the others find, and reports.
+Rank 0 also collects the results of the other ranks, and reports.
 """
 
 import argparse
@@ -45,20 +45,20 @@ _TRY_SECONDS = 3.0
 _GRACE_SECONDS = 2.0
 # Two processes of one rank usually start at the same time.
 _SETTLE_SECONDS = 0.3
-# The other ranks see at once that rank 0 has reported; its store lives no longer than it must.
+# How long rank 0 keeps its store after the report; the other ranks see immediately that it is done.
 _LEAVE_SECONDS = 3.0
-# For a store that does not answer, and for a machine that is busy.
+# Allows for a store that does not answer, and for a busy machine.
 _MARGIN_SECONDS = 30.0
 
 
 class Options(NamedTuple):
-    """What the command line asks for.
+    """The options of the command line.
 
     Attributes:
-        seconds: how long ranks may take to come; all further steps may take as long again.
-        is_quick: whether links are not measured.
-        png: where to draw them.
-        json: where to write all that is known.
+        seconds: how long ranks may take to arrive; all later steps together may take as long again.
+        is_quick: whether to skip the measurement of links.
+        png: where to draw the links.
+        json: where to write everything that was found.
     """
 
     seconds: float
@@ -68,10 +68,10 @@ class Options(NamedTuple):
 
 
 def run(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
-    """Carry out what the command line asks for; return the exit status.
+    """Run the command, and return its exit status.
 
     Args:
-        arguments: as the parser has read them.
+        arguments: the parsed command line.
         refuse: ends the program because of a wrong argument.
     """
     if not _LEAST_SECONDS <= arguments.timeout < threading.TIMEOUT_MAX:
@@ -92,12 +92,12 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
 
 
 def longest(seconds: float) -> float:
-    """When the command must have ended, whatever happens."""
+    """Return the number of seconds after which the command must have ended in any case."""
     return 3 * seconds + _MARGIN_SECONDS
 
 
 def check(options: Options) -> int:
-    """Do this rank's part, report if that is its task, and return the exit status."""
+    """Run this rank's part, report if it is this rank's task, and return the exit status."""
     faulthandler.dump_traceback_later(longest(options.seconds), exit=True)
     with contextlib.ExitStack() as leaving:
         leaving.callback(faulthandler.cancel_dump_traceback_later)
@@ -117,7 +117,7 @@ def check(options: Options) -> int:
 
 
 def _answering(own: Report, leaving: contextlib.ExitStack) -> Report:
-    """Begin to answer where Gloo listens, at one of objcomm's ports where the user names some."""
+    """Start to answer at Gloo's address, on one of objcomm's ports if the user has set any."""
     if not own.address:
         return own
     try:
@@ -129,7 +129,7 @@ def _answering(own: Report, leaving: contextlib.ExitStack) -> Report:
 
 
 def _conclude(evidence: Evidence, own: Report, options: Options) -> int:
-    """Report, on rank 0 or on a rank that has not met it; returns the exit status."""
+    """Report on rank 0, or on a rank that has not met it, and return the exit status."""
     found = findings(evidence)
     if status(found):
         _leave_for_torchrun("\n".join(conclusions(found)))
@@ -152,39 +152,40 @@ def _conclude(evidence: Evidence, own: Report, options: Options) -> int:
 
 
 def _leave_for_torchrun(text: str) -> None:
-    """Let torchrun's own report of ranks that failed, which comes last, end with the findings.
+    """Make torchrun's own report of failed ranks, which it prints last, end with the findings.
 
-    It shows this file of the rank that failed first, and counts whole seconds.
+    Torchrun shows this file of the rank that failed first, with a resolution of one second.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
-        with contextlib.suppress(OSError):  # then it shows an exit status only
+        with contextlib.suppress(OSError):  # then it shows only an exit status
             Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
 def _tell(text: str) -> None:
-    sys.stderr.write(f"objcomm doctor: {text}\n")  # in one piece: others write, too
+    sys.stderr.write(f"objcomm doctor: {text}\n")  # in one call, because other ranks write too
     sys.stderr.flush()
 
 
 class _Job:
-    """The steps of a rank that has found the store; each has a limit."""
+    """The steps of a rank that has found the store; each has a timeout."""
 
     def __init__(self, own: Report, board: Board, options: Options) -> None:
         self._own = own
         self._board = board
         self._options = options
-        self._seconds = options.seconds / 3  # to reach all; to make a group; to measure links
+        # Each, for reaching all ranks, creating a group, and measuring links.
+        self._seconds = options.seconds / 3
 
     def run(self, deadline: float) -> int:
-        """All steps; returns the exit status."""
+        """Run all steps, and return the exit status."""
         board, own = self._board, self._own
         board.arrive(own)
         if own.rank == 0 and board.count("leaders") == 1:
             return self._lead(self._call_roll(deadline))
         while time.monotonic() < deadline and not board.count("leaders", 0):
             time.sleep(_PAUSE_SECONDS)
-        has_leader = board.count("leaders", 0) > 0  # which waits for the others as long as this did
+        has_leader = board.count("leaders", 0) > 0  # it waits for others as long as this rank
         until = time.monotonic() + _GRACE_SECONDS + has_leader * self._options.seconds
         peers = board.fetch("peers", tuple[Peer, ...], until)
         if peers is None:
@@ -194,7 +195,7 @@ class _Job:
             until = time.monotonic() + self._seconds + 2 * _GRACE_SECONDS
             if board.fetch("has measurement", bool, until):
                 self._measure(peers)
-        # Rank 0 waits for the last rank, reports, and says so.
+        # Rank 0 waits for the last rank, reports, and posts its status.
         until = time.monotonic() + 3 * self._seconds + 2 * _GRACE_SECONDS
         ends = board.fetch("status", int, until)
         if ends is None:
@@ -203,7 +204,7 @@ class _Job:
         return ends
 
     def _call_roll(self, deadline: float) -> list[Report]:
-        """Wait until all ranks have come, or until the deadline; returns all processes."""
+        """Wait until all ranks have arrived or the deadline has passed; return all processes."""
         quiet_until = time.monotonic() + _QUIET_SECONDS
         while missing := self._evidence({}, self._board.arrivals()).missing:
             left = deadline - time.monotonic()
@@ -217,13 +218,13 @@ class _Job:
         return self._board.arrivals()
 
     def _evidence(self, reports: dict[int, Report], arrived: Iterable[Report]) -> Evidence:
-        """What is known once ranks have come."""
+        """Return what is known after the ranks have arrived."""
         size, came = self._own.world_size, {each.rank for each in arrived}
         missing = tuple(rank for rank in range(size) if rank not in came)
         return Evidence(size, reports, missing, waited_seconds=self._options.seconds)
 
     def _lead(self, arrived: Sequence[Report]) -> int:
-        """What rank 0 does once the ranks have come: collect what they find, and report."""
+        """Collect the results of all ranks on rank 0, and report."""
         board, size = self._board, self._own.world_size
         first = {each.rank: each for each in reversed(arrived)} | {0: self._own}
         reports = {rank: first[rank] for rank in range(size) if rank in first}
@@ -267,13 +268,13 @@ class _Job:
     def _collect(
         self, name: str, kind: type[T], ranks: Iterable[int], seconds: float
     ) -> dict[int, T]:
-        """What the ranks have posted under a name, of those that do in time."""
+        """Return what the ranks post under a name, for those that do so in time."""
         until = time.monotonic() + seconds + _GRACE_SECONDS
         found = {rank: self._board.fetch(f"{name}/{rank}", kind, until) for rank in ranks}
         return {rank: each for rank, each in found.items() if each is not None}
 
     def _try(self, peers: Sequence[Peer]) -> None:
-        """Try to reach other ranks; one rank on the store's host looks up all ranks' names."""
+        """Try to reach other ranks; one rank on the store's host also looks up all ranks' names."""
         rank = self._own.rank
         mine = [peer.rank for peer in peers].index(rank)
         wanted = [peers[at] for at in peers_of(mine, len(peers))]

@@ -1,7 +1,7 @@
-"""What a rank reports of itself and of what it has tried, and all that rank 0 knows in the end.
+"""The facts that a rank reports about itself and its attempts, and those that rank 0 collects.
 
-Knows nothing of how facts are found or what they mean. All but ``Evidence`` are records of a store,
-see ``objcomm._transport.store``.
+Does not know how facts are found or what they mean. All classes except ``Evidence`` are records in
+a store; see ``objcomm._transport.store``.
 """
 
 from collections.abc import Mapping
@@ -10,21 +10,21 @@ from dataclasses import dataclass, field
 #: A number that is not known.
 UNKNOWN = -1
 
-#: The look-up of a name should take less: every rank waits so long for each one that connects.
+#: The lookup of a name should take less, because each connecting rank makes all others wait for it.
 SLOW_LOOKUP_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """What other ranks must know of a rank to reach it.
+    """What other ranks must know about a rank to reach it.
 
     Attributes:
-        rank: its global rank; ``UNKNOWN`` if its variables do not say.
-        machine: a name that only ranks on one host share.
-        address: where Gloo listens on it; empty if it can't.
-        port: where the doctor listens at that address; 0 if it does not.
-        token: what it answers there; no other process has the same one.
-        caller: its address on the way to the store; empty if it does not reach the store.
+        rank: its global rank; ``UNKNOWN`` if its variables do not give it.
+        machine: a name that ranks share only if they are on one host.
+        address: the address at which Gloo listens; empty if it can't.
+        port: the port on which the doctor listens at that address; 0 if it does not.
+        token: its answer there, which is unique to this process.
+        caller: its address as seen by the store; empty if it can't reach the store.
         is_at_store: whether the store is on its host.
     """
 
@@ -39,26 +39,26 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Report(Peer):
-    """One rank.
+    """The facts about one rank.
 
     Attributes:
-        world_size: number of ranks, as its variables say.
-        local_rank: among the ranks of its host; ``UNKNOWN`` if no variable says.
-        launcher: whose variables it has; empty if there is no launcher.
+        world_size: number of ranks, from its variables.
+        local_rank: rank among those of its host; ``UNKNOWN`` if no variable gives it.
+        launcher: the launcher whose variables it has; empty if there is none.
         host: the host's name.
-        pid: number of its process there.
-        system: the operating system, as Python names it.
-        versions: what must be alike: what is installed, as pairs of name and version, and which
-            backend ``objcomm.init`` would choose.
-        devices: what each device of its accelerator is called.
-        shm_free_nbytes: what is free of ``/dev/shm``, or ``UNKNOWN``.
+        pid: its process id.
+        system: Python's name of the operating system.
+        versions: what must be the same on all ranks, as pairs of name and version: installed
+            software, and the backend that ``objcomm.init`` would choose.
+        devices: the name of each device of its accelerator.
+        shm_free_nbytes: free space in ``/dev/shm``, or ``UNKNOWN``.
         open_files: how many files and sockets it may have open.
-        interfaces: those of its host, as pairs of name and address.
-        variables: those that decide about the network, as pairs of name and value.
-        meeting: ``host:port`` where it is to meet the others; empty without a launcher.
+        interfaces: the network interfaces of its host, as pairs of name and address.
+        variables: the variables that affect the network, as pairs of name and value.
+        meeting: ``host:port`` where it should meet the others; empty without a launcher.
         place_problem: what is wrong with its launcher's variables, and what to set; or empty.
-        device_problem: why it has no accelerator of its own, and what to do; or empty.
-        gloo_problem: why nobody can listen at Gloo's address; empty if that works.
+        device_problem: why it does not have its own accelerator, and what to do; or empty.
+        gloo_problem: why nothing can listen at Gloo's address; empty if that works.
         meeting_problem: why it, or others, can't meet there, and what to set; empty if they can.
     """
 
@@ -81,17 +81,17 @@ class Report(Peer):
     meeting_problem: str = ""
 
     def interface_at(self, address: str) -> str:
-        """The name of the interface that has an address; empty if none has."""
+        """Return the name of the interface that has an address; empty if there is none."""
         return next((name for name, own in self.interfaces if own == address), "")
 
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """How one rank reached another.
+    """The result of one rank's attempt to reach another.
 
     Attributes:
-        peer: the other's rank.
-        problem: why it did not; empty if it did.
+        peer: the other rank.
+        problem: why it was not reached; empty if it was.
     """
 
     peer: int
@@ -100,14 +100,15 @@ class Contact:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """How long the name of a rank's address took to be looked up.
+    """How long it took to look up the name of a rank's address.
 
     Attributes:
         by: the rank that looked it up, on the store's host.
-        rank: the lowest that connects from there.
-        address: as the store sees it.
-        seconds: what the slowest took, or took at least; of those that lost no query, two in a row.
-        count: how many there were.
+        rank: the lowest rank that connects from this address.
+        address: the address as the store sees it.
+        seconds: the time of the slowest lookup, or how long it was waited for; for lookups that
+            lost no query, the shorter of two in a row.
+        count: number of lookups.
     """
 
     by: int
@@ -119,13 +120,13 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What was measured from one rank to another.
+    """The measurements from one rank to another.
 
     Attributes:
         src: the sender.
         dst: the receiver.
-        latency_seconds: half of the quickest round trip of a tiny message.
-        nbytes_per_second: of a large message, the best of some.
+        latency_seconds: half of the fastest round trip of a tiny message.
+        nbytes_per_second: the rate of a large message, the best of several.
     """
 
     src: int
@@ -136,11 +137,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All that one rank has measured.
+    """The measurements of one rank.
 
     Attributes:
-        links: those on which it sent.
-        problem: what ended it; empty if nothing did.
+        links: the links on which it was the sender.
+        problem: the error that ended the measurement; or empty.
     """
 
     links: tuple[Link, ...] = ()
@@ -149,19 +150,19 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What rank 0 has collected; or what one rank knows that has not met it.
+    """What rank 0 has collected, or what a rank knows that has not met rank 0.
 
     Attributes:
-        world_size: number of ranks, as the rank says that draws the conclusions.
-        reports: by rank, of those that take part.
-        missing: ranks that did not come, as far as that is known here.
-        others: of processes that came, too, with a rank that another one has, or that none has.
-        waited_seconds: how long the others were waited for.
-        contacts: those that each rank tried to reach, by rank.
-        lookups: how long names took to be looked up.
-        silent: ranks that came, and then did not answer any more.
-        links: what was measured.
-        failures: what ended the measurement, by rank.
+        world_size: number of ranks, according to the rank that draws the conclusions.
+        reports: the reports of participating ranks, by rank.
+        missing: ranks that did not arrive, as far as this rank knows.
+        others: reports of additional processes, whose rank is invalid or belongs to another.
+        waited_seconds: how long this rank waited for the others.
+        contacts: the results of each rank's attempts to reach others, by rank.
+        lookups: how long it took to look up names.
+        silent: ranks that arrived, and then stopped answering.
+        links: the measured links.
+        failures: the errors that ended the measurement, by rank.
     """
 
     world_size: int
@@ -177,14 +178,14 @@ class Evidence:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all ranks are here and reach one another, so that a group can be made."""
+        """Whether all ranks have arrived and reach each other, so that a group can be created."""
         are_reached = all(not each.problem for made in self.contacts.values() for each in made)
         can_listen = all(not report.gloo_problem for report in self.reports.values())
         return are_reached and can_listen and not (self.missing or self.others or self.silent)
 
     @property
     def left_out(self) -> int:
-        """How many pairs of ranks were not measured, each in both directions."""
+        """The number of pairs of ranks whose links were not measured."""
         return self.world_size * (self.world_size - 1) // 2 - len(self.links) // 2
 
     @property
@@ -194,5 +195,5 @@ class Evidence:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is one that every host has for itself."""
+    """Whether an address is a loopback address."""
     return address.startswith("127.") or address in {"::1", "::ffff:127.0.0.1"}

@@ -1,4 +1,4 @@
-"""All conclusions: what is wrong, which ranks it concerns, and what to set."""
+"""Draw conclusions from the facts: what is wrong, which ranks it concerns, and what to set."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,11 +18,11 @@ from objcomm.errors import ranks_text
 
 
 class Severity(Enum):
-    """What a finding does to a job."""
+    """The consequence of a finding for a job."""
 
     ERROR = "error"  # it will not run
     WARNING = "warning"  # it will be slow, or fail later
-    NOTE = "note"  # good to know; the exit status does not count it
+    NOTE = "note"  # good to know; does not affect the exit status
 
 
 ERROR, WARNING, NOTE = Severity
@@ -33,12 +33,12 @@ class Finding:
     """One conclusion.
 
     Attributes:
-        severity: what it does to a job.
-        name: what the guide calls it.
-        ranks: those that it concerns.
-        hosts: where they run.
+        severity: the consequence for a job.
+        name: its name in the guide.
+        ranks: the ranks that it concerns.
+        hosts: the hosts of these ranks.
         what: a sentence that says what is wrong.
-        remedy: one that says what to set.
+        remedy: a sentence that says what to set.
     """
 
     severity: Severity
@@ -50,7 +50,7 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """Which ranks it concerns, and on which hosts."""
+        """The ranks that it concerns, and their hosts, as text."""
         if not self.ranks:
             return ""
         ranks = "a process" if self.ranks == (UNKNOWN,) else ranks_text(self.ranks)
@@ -58,18 +58,18 @@ class Finding:
 
 
 def findings(evidence: Evidence) -> list[Finding]:
-    """Draw all conclusions: first those that end a job, causes before what may come of them."""
+    """Draw all conclusions, sorted by severity, with causes before their possible effects."""
     found = [each for conclude in _CONCLUSIONS for each in conclude(evidence)]
     return sorted(found, key=lambda each: list(Severity).index(each.severity))
 
 
 def status(found: Iterable[Finding]) -> int:
-    """The command's exit status: 1 if anything will break or slow a job."""
+    """Return the command's exit status: 1 if anything will break or slow a job."""
     return int(any(each.severity is not NOTE for each in found))
 
 
 Conclusion = Callable[[Evidence], Iterator[Finding]]
-# How bad it is, what is wrong with a rank, and what to set; None if nothing is.
+# The severity, what is wrong with a rank, and what to set; None if nothing is wrong.
 Complaint = tuple[Severity, str, str] | None
 
 
@@ -83,7 +83,7 @@ def _finding(
 
 
 def _of_ranks(name: str, complain: Callable[[Evidence, Report], Complaint]) -> Conclusion:
-    """A conclusion from each rank's own facts: one finding for all with the same complaint."""
+    """Make a conclusion from each rank's own facts; equal complaints become one finding."""
 
     def conclude(evidence: Evidence) -> Iterator[Finding]:
         alike: dict[tuple[Severity, str, str], list[Report]] = defaultdict(list)
@@ -97,7 +97,7 @@ def _of_ranks(name: str, complain: Callable[[Evidence, Report], Complaint]) -> C
 
 
 def _as_advised(problem: str) -> Complaint:
-    """A problem that says what to do after its last semicolon."""
+    """Split a problem at its last semicolon, after which it says what to do."""
     what, _, remedy = problem.rpartition("; ")
     return (ERROR, what, remedy) if problem else None
 
@@ -174,7 +174,7 @@ def _gloo_loopback(evidence: Evidence, report: Report) -> Complaint:
 
 
 def _interface_to_set(report: Report) -> str:
-    """The interface that leads to the store, or the first that leads to other hosts."""
+    """Suggest the interface that leads to the store, or the first that leads to other hosts."""
     usable = [name for name, address in report.interfaces if not is_loopback(address)]
     name = report.interface_at(report.caller)
     names = [name, *usable] if name in usable else [*usable, ""]
@@ -182,7 +182,7 @@ def _interface_to_set(report: Report) -> str:
 
 
 def _unreachable(evidence: Evidence) -> Iterator[Finding]:
-    """One finding for each two hosts, or for one, between whose ranks a connection failed."""
+    """Yield a finding for each host or pair of hosts between whose ranks connections failed."""
     reports = evidence.reports
     lost: dict[frozenset[str], list[tuple[int, int, str]]] = defaultdict(list)
     for rank, made in evidence.contacts.items():
@@ -238,7 +238,7 @@ def _slow_names(evidence: Evidence) -> Iterator[Finding]:
     yield _finding(WARNING, "slow-names", [reports[each.rank] for each in slow], what, remedy)
 
 
-# Ranks that differ in these can't work together; with other differences they may.
+# Ranks that differ in these can't work together; other differences may be harmless.
 _MUST_AGREE = {"objcomm", "torch", "NCCL", "init's backend"}
 
 
@@ -246,7 +246,7 @@ def _versions(evidence: Evidence) -> Iterator[Finding]:
     found: dict[str, dict[str, list[Report]]] = defaultdict(lambda: defaultdict(list))
     for report in evidence.reports.values():
         for name, version in report.versions:
-            # Python's pickles by value need the same minor version.
+            # Functions pickled by value need the same minor version of Python.
             alike = ".".join(version.split(".")[:2]) if name == "Python" else version
             found[name][alike].append(report)
     for name, versions in found.items():
@@ -260,9 +260,9 @@ def _versions(evidence: Evidence) -> Iterator[Finding]:
             yield _finding(ERROR if name in _MUST_AGREE else WARNING, "versions", odd, what, remedy)
 
 
-# Counted with torch 2.13 in worlds of 2 to 6: a Gloo group and objcomm's own connections take one
-# socket each for every other rank, and messages from rank to rank six more; and what a program
-# has open besides.
+# Counted with torch 2.13 and 2 to 6 ranks: for every other rank, a Gloo group and objcomm's own
+# connections use one socket each, and point-to-point messages six more. The rest is for the
+# program's own files.
 _LEAST_FILES, _LEAST_FILES_PER_PEER = 32, 2
 _GOOD_FILES, _GOOD_FILES_PER_PEER = 256, 10
 
@@ -284,7 +284,7 @@ def _open_files(evidence: Evidence, report: Report) -> Complaint:
     return ERROR if report.open_files < least else WARNING, what, remedy
 
 
-# Docker gives 64 MiB; a batch of images in a DataLoader's worker takes more.
+# Docker's default is 64 MiB; a batch of images in a DataLoader worker takes more.
 _SMALL_NBYTES = 64 << 20
 
 
@@ -316,7 +316,7 @@ def _group(evidence: Evidence, report: Report) -> Complaint:
     return (ERROR, what, remedy) if problem else None
 
 
-# Gigabit Ethernet carries this; several hosts seldom have less on purpose.
+# Gigabit Ethernet reaches this; hosts of one job are seldom meant to have less.
 _NETWORK_NBYTES_PER_SECOND = 100e6
 
 
@@ -338,10 +338,10 @@ def _links(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _odd(evidence: Evidence, links: Iterable[Link], kind: str, remedy: str) -> Iterator[Finding]:
-    """Links that are slow or late against others of their kind, with the ranks that have most.
+    """Find links that are slower than others of their kind, and the ranks that have most of them.
 
-    Links of one kind on one machine differ by a factor of two from run to run where ranks share
-    cores (seen with 4 ranks on 2 cores); a slow cable or a wrong card costs a factor of ten.
+    If ranks share cores, links of one kind on one machine differ by a factor of two from run to run
+    (measured with 4 ranks on 2 cores). A slow cable or a wrong card costs a factor of ten.
     """
     for name, took, times, more, text in (
         ("slow-link", {link: 1 / link.nbytes_per_second for link in links}, 4, 0.0, _rate),
@@ -358,10 +358,10 @@ def _odd(evidence: Evidence, links: Iterable[Link], kind: str, remedy: str) -> I
 
 
 def _usual(took: Mapping[Link, float]) -> float:
-    """What a link should take: the median over the ranks of each rank's best link.
+    """Return what a link should take: the median of each rank's best link.
 
-    Of two in the middle it is the better one. A host with a slow card makes every link to it slow,
-    and in a small world most links: a median of the links would call that usual.
+    If two are in the middle, the better one. A host with a slow card makes every link to it slow,
+    which in a small world are most links, so a median over links would take that as usual.
     """
     best: dict[int, float] = {}
     for link, seconds in took.items():

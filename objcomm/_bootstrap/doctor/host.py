@@ -1,7 +1,7 @@
-"""What a rank finds out without any other rank: its host, its addresses, and slow names.
+"""What a rank can find out without other ranks: its host, its addresses, and slow names.
 
 torch's store looks up the name of each client that connects, and answers no rank meanwhile. A
-resolver may lose a query now and then, so one quick look-up says little.
+resolver may occasionally lose a query, so a single fast lookup proves little.
 """
 
 import importlib.metadata
@@ -31,30 +31,30 @@ from objcomm.errors import UsageError
 
 T = TypeVar("T")
 
-_SHARED_MEMORY = "/dev/shm"  # noqa: S108  # its size is asked for, nothing is written there
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108  # only its size is read
 _VARIABLES = ("GLOO_", "MASTER_", "NCCL_", "OBJCOMM_PORTS")
-# A name server that never answers costs a look-up 10 s.
+# With a name server that never answers, a lookup takes 10 s.
 _GLOO_SECONDS = 15.0
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """What a call returns or raises, if it does in time; a thread is left behind if it does not.
+    """Run a call on a thread with a timeout; a call that takes longer leaves its thread behind.
 
     Raises:
-        TimeoutError: it took longer.
+        TimeoutError: the call took longer.
     """
     return done_within(seconds, call, lambda _: None)
 
 
 def examine(environ: Mapping[str, str]) -> tuple[Report, Placement | None]:
-    """This process and its host, before it meets any other rank.
+    """Examine this process and its host, before it meets any other rank.
 
     Args:
-        environ: as ``os.environ``.
+        environ: a mapping like ``os.environ``.
 
     Returns:
-        What was found, and where the launcher has put this process: None if there is no launcher,
-        or if its variables are wrong, which the report says.
+        The facts, and the placement of this process by its launcher. The placement is None if there
+        is no launcher, or if its variables are wrong, which the facts then contain.
     """
     place, problem = None, ""
     try:
@@ -102,7 +102,7 @@ def examine(environ: Mapping[str, str]) -> tuple[Report, Placement | None]:
 
 
 def gloo_address() -> tuple[str, str]:
-    """Where Gloo listens on this host, as a group of one shows; or an empty text, and why not."""
+    """Find out where Gloo listens, with a group of one; return the address or the problem."""
     before = open_sockets()
     limit = timedelta(seconds=_GLOO_SECONDS)
     try:
@@ -131,7 +131,7 @@ def _versions(backend: str) -> tuple[tuple[str, str], ...]:
 
 
 def devices() -> tuple[str, ...]:
-    """What the devices of this machine's accelerator are called; by type if they have no names."""
+    """Return the names of this machine's accelerator devices, or their type if they have none."""
     device_type = init.accelerator_type()
     count = init.device_count(device_type) if device_type else 0
     name = getattr(torch.get_device_module(device_type), "get_device_name", None) if count else None
@@ -139,7 +139,7 @@ def devices() -> tuple[str, ...]:
 
 
 def device_problem(place: Placement, backend: str) -> str:
-    """Why this rank would get no device of its own under a backend; empty if it would."""
+    """Return why this rank would not get its own device with a backend; empty if it would."""
     device_type = init.accelerator_in(backend)
     try:
         if device_type:
@@ -156,19 +156,19 @@ def _shared_memory() -> int:
         return UNKNOWN
 
 
-_TIMES = 50  # of a resolver that loses one query in twenty, this finds 92 %
+_TIMES = 50  # finds 92 % of the resolvers that lose one query in twenty
 _LOST_SECONDS = 0.9  # a resolver asks again after a second at the earliest
 _ADDRESSES_MAX = 64
 _AT_ONCE = 16
 
 
 def lookups(by: int, callers: Mapping[str, int], seconds: float) -> tuple[Lookup, ...]:
-    """Look up the name of each address again and again, until one look-up is slow.
+    """Look up the name of each address repeatedly, until one lookup is slow.
 
     Args:
         by: this rank.
         callers: addresses from which ranks connect to the store, with the lowest rank of each.
-        seconds: how long all may take.
+        seconds: how long all lookups may take.
     """
     deadline = time.monotonic() + seconds
     chosen = list(callers.items())[:_ADDRESSES_MAX]
@@ -177,7 +177,7 @@ def lookups(by: int, callers: Mapping[str, int], seconds: float) -> tuple[Lookup
 
 
 def _lookup(by: int, rank: int, address: str, deadline: float) -> Lookup:
-    # A store listens on both families where there are two.
+    # A store listens on IPv6 and IPv4 if the system has both.
     is_mapped = ":" not in address and socket.has_dualstack_ipv6()
     seen = f"::ffff:{address}" if is_mapped else address
     slowest, count, before = 0.0, 0, 0.0
@@ -187,7 +187,7 @@ def _lookup(by: int, rank: int, address: str, deadline: float) -> Lookup:
             within(deadline - began, lambda: socket.getnameinfo((seen, 0), socket.NI_NUMERICSERV))
         except TimeoutError:
             is_lost = True
-        except OSError:  # its name is unknown: that took as long
+        except OSError:  # the name is unknown, and the store would wait as long
             pass
         took = time.monotonic() - began
         # A busy machine may wake a thread late, but not twice in a row.

@@ -1,7 +1,7 @@
-"""Who reaches whom, and how fast: which ranks try which others, when, and what is measured.
+"""Find out which ranks reach each other, and how fast: the schedule and the measurements.
 
-All ranks compute the same schedule from what they all know. Before a Gloo group is made, each rank
-answers others at the address where Gloo listens: so a rank that can't be reached is known by name.
+All ranks compute the same schedule from facts that all have. Before a Gloo group is created, each
+rank answers others at the address where Gloo listens, so that an unreachable rank is identified.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ from objcomm.errors import ObjcommError, text_of
 
 Pair = tuple[int, int]
 
-#: A rank tries to reach no more others than this.
+#: The most ranks that a rank tries to reach.
 PEERS_MAX = 64
-#: No more pairs than this are measured.
+#: The most pairs that are measured.
 PAIRS_MAX = 4096
 
 
 def distances(size: int) -> list[int]:
-    """How far apart two ranks of a ring may be, in the order in which they are tried.
+    """Return the distances between two ranks of a ring, in the order in which to try them.
 
-    Neighbours first, then across the ring, then powers of two: so any first part of the list has
-    every rank in it alike, and near ones with far ones.
+    Neighbors come first, then ranks across the ring, then powers of two, then the rest. So any
+    prefix of the list treats all ranks alike, and contains near and far ranks.
     """
     most = size // 2
     first = [1, most, *(1 << bit for bit in range(1, size.bit_length()))]
@@ -42,28 +42,28 @@ def distances(size: int) -> list[int]:
 
 
 def peers_of(rank: int, size: int) -> list[int]:
-    """The ranks that one tries to reach: all others, or ``PEERS_MAX`` with rank 0 among them."""
+    """Return the ranks that a rank tries to reach: all, or ``PEERS_MAX`` including rank 0."""
     around = [(rank + way * far) % size for far in distances(size) for way in (1, -1)]
     return list(dict.fromkeys([0] * (rank != 0) + around))[:PEERS_MAX]
 
 
 def pairs(size: int) -> list[Pair]:
-    """The pairs to measure, the most telling first; the lower rank of each first."""
+    """Return the pairs to measure, the most informative first, each with its lower rank first."""
     around = distances(size)[: PAIRS_MAX // size + 2]
     both = ((rank, (rank + far) % size) for far in around for rank in range(size))
     return list(dict.fromkeys((min(pair), max(pair)) for pair in both))[:PAIRS_MAX]
 
 
 def rounds(wanted: Sequence[Pair], machines: Sequence[str]) -> list[list[Pair]]:
-    """Divide pairs into rounds so that no host has two pairs in one round.
+    """Divide pairs into rounds in which no host has two pairs.
 
     Args:
-        wanted: the pairs, the first of them as early as possible.
+        wanted: the pairs; the first ones are placed as early as possible.
         machines: the host of each rank.
     """
     laid: list[list[Pair]] = []
     busy: list[set[str]] = []
-    full = dict.fromkeys(machines, 0)  # so many of the first rounds have no room for a host
+    full = dict.fromkeys(machines, 0)  # for each host, how many of the first rounds are taken
     for pair in wanted:
         here = {machines[rank] for rank in pair}
         later = range(max(full[machine] for machine in here), len(busy))
@@ -80,8 +80,8 @@ def rounds(wanted: Sequence[Pair], machines: Sequence[str]) -> list[list[Pair]]:
 
 _AT_ONCE = 32
 _TOKEN_NBYTES = 32
-# Some packets of the largest size. A host that sends larger ones than a switch on the way takes
-# gets small messages through, and no large ones.
+# Several packets of the maximum size. If a host sends larger packets than a switch on the way
+# accepts, small messages arrive and large ones do not.
 _REST_NBYTES = 1 << 16
 _STRANGER = "another program answered"
 _LOST = "small packets arrive and large ones are lost (see the MTU of both hosts and of switches)"
@@ -89,17 +89,17 @@ _LOST = "small packets arrive and large ones are lost (see the MTU of both hosts
 
 @contextlib.contextmanager
 def answering(address: str, token: str, ports: Sequence[int] = ()) -> Iterator[int]:
-    """Answer each caller, in a thread, until the block ends; gives the port.
+    """Answer each caller on a thread until the block ends; yield the port.
 
-    It listens as objcomm's own connections do.
+    It listens in the same way as objcomm's own connections.
 
     Args:
-        address: of this host.
-        token: what to answer, of 32 characters.
-        ports: the port must be one of these; any if empty.
+        address: an address of this host.
+        token: the answer, of 32 characters.
+        ports: the ports to choose from; any free port if empty.
 
     Raises:
-        OSError: nobody can listen there.
+        OSError: it can't listen there.
     """
     with Door.opened("streams", [address], ports) as door:
         if not door.place.port:
@@ -113,7 +113,7 @@ def answering(address: str, token: str, ports: Sequence[int] = ()) -> Iterator[i
         try:
             yield door.place.port
         finally:
-            listener.shutdown(socket.SHUT_RDWR)  # which ends its wait for callers
+            listener.shutdown(socket.SHUT_RDWR)  # ends the wait for callers
             answer.join()
 
 
@@ -121,24 +121,24 @@ def _answer(listener: socket.socket, token: str) -> None:
     while True:
         try:
             caller, _ = listener.accept()
-        except ConnectionAbortedError:  # it has left again
+        except ConnectionAbortedError:  # the caller has left again
             continue
         except OSError:  # the listener was shut down
             return
-        with caller, contextlib.suppress(OSError):  # it has left
+        with caller, contextlib.suppress(OSError):  # likewise
             caller.settimeout(1.0)
             caller.recv(1)
-            caller.sendall(token.encode())  # in a small packet of its own
+            caller.sendall(token.encode())  # in a separate small packet
             caller.sendall(bytes(_REST_NBYTES))
 
 
 def contacts(peers: Sequence[Peer], seconds: float, patience: float) -> tuple[Contact, ...]:
-    """Try to reach other ranks, several at once.
+    """Try to reach other ranks, several at the same time.
 
     Args:
-        peers: which.
+        peers: the ranks to reach.
         seconds: how long to wait for each one's host.
-        patience: how long to wait for all, where their hosts have let this rank in.
+        patience: how long to wait for all ranks whose hosts have accepted the connection.
     """
     until = time.monotonic() + patience
     with ThreadPoolExecutor(_AT_ONCE, "objcomm-doctor") as pool:
@@ -149,10 +149,10 @@ def contact(peer: Peer, seconds: float, until: float) -> Contact:
     """Try to reach one rank.
 
     Args:
-        peer: which.
-        seconds: how long to wait for its host, whose system answers however busy it is.
-        until: how long to wait for the rank itself, if that is longer, in seconds of
-            ``time.monotonic``: with twenty threads on two cores, one took more than three seconds.
+        peer: the rank to reach.
+        seconds: how long to wait for its host, whose kernel answers even if it is busy.
+        until: until when to wait for the rank itself, if that is longer, in seconds of
+            ``time.monotonic``. With twenty threads on two cores, one took more than three seconds.
     """
     if not peer.port:
         return Contact(peer.rank, "it does not listen")
@@ -160,7 +160,7 @@ def contact(peer: Peer, seconds: float, until: float) -> Contact:
     try:
         with socket.create_connection((peer.address, peer.port), seconds) as connection:
             connection.settimeout(max(seconds, until - time.monotonic()))
-            connection.sendall(b"?")  # a door opens to callers that say something
+            connection.sendall(b"?")  # the listener accepts only callers that send something
             with connection.makefile("rb") as answer:
                 token = answer.read(_TOKEN_NBYTES).decode("ascii", "replace")
                 answer.read(_REST_NBYTES)
@@ -171,15 +171,15 @@ def contact(peer: Peer, seconds: float, until: float) -> Contact:
 
 
 def cause_of(error: Exception) -> str:
-    """How a connection failed, in a few words."""
+    """Describe how a connection failed, in a few words."""
     if isinstance(error, TimeoutError):
         return "no answer"
     return (getattr(error, "strerror", None) or str(error)).lower()
 
 
 _WARM_UP, _TRIPS = 2, 20
-# Larger and larger, while there is time, and then the best of some: other programs disturb one
-# message, and seldom all of them.
+# Increasing sizes while there is time, and the best of several of the largest, because other
+# programs disturb single messages but seldom all of them.
 _SIZES = (256 << 10, 1 << 20, *[8 << 20] * 5)
 _ENOUGH_SECONDS = 0.3
 
@@ -187,17 +187,17 @@ _ENOUGH_SECONDS = 0.3
 def measure(
     store: dist.Store, rank: int, machines: Sequence[str], connect_seconds: float, seconds: float
 ) -> Measured:
-    """Measure the links of a job whose ranks reach one another; every rank must call this.
+    """Measure the links of a job whose ranks all reach each other; every rank must call this.
 
     Args:
-        store: in which its ranks meet.
-        rank: this one.
+        store: the store in which its ranks meet.
+        rank: this rank.
         machines: the host of each rank.
-        connect_seconds: how long the group may take to be made, and each message to come.
-        seconds: how long all may take; pairs for which there is no time are left out.
+        connect_seconds: how long the creation of the group may take, and each message.
+        seconds: how long all measurements may take; pairs for which there is no time are skipped.
 
     Returns:
-        What this rank has measured as a sender, and what ended it.
+        What this rank has measured as a sender, and the error that ended the measurement, if any.
     """
     links: list[Link] = []
     try:
@@ -210,7 +210,7 @@ def measure(
         )
         deadline = time.monotonic() + seconds
         for together in rounds(pairs(len(machines)), machines):
-            # It is a barrier, too: no round disturbs another one.
+            # This is also a barrier, so rounds do not disturb each other.
             if any_rank(time.monotonic() > deadline):
                 break
             for pair in together:
@@ -228,13 +228,13 @@ def measure(
 
 
 def _sent(src: int, dst: int) -> Link:
-    """Send messages to a rank that answers each; the largest ones say how fast the link is."""
+    """Measure a link with messages to a rank that answers each; the largest give the rate."""
     trips = [_round_trip(dst, b"?") for _ in range(_WARM_UP + _TRIPS)]
     latency = min(trips[_WARM_UP:]) / 2
     speeds: dict[int, float] = {}
     until = time.perf_counter() + _ENOUGH_SECONDS
     for nbytes in _SIZES:
-        # The answer takes as long as the message's first byte; no link is infinitely fast.
+        # The answer and the message's first byte take one latency each; no link is infinitely fast.
         seconds = max(_round_trip(dst, bytes(nbytes)) - 2 * latency, 1e-7)
         speeds[nbytes] = max(nbytes / seconds, speeds.get(nbytes, 0.0))
         if time.perf_counter() > until:

@@ -1,8 +1,8 @@
-"""Where the ranks meet: a store of torch's, in which they leave what they know for one another.
+"""Meet the other ranks in one of torch's stores, through which they exchange what they know.
 
-Under torchrun the store is the agent's and is there already; otherwise rank 0 has it. Every wait
-has a limit, whatever happens to the store's host: a ``TCPStore`` waits without end for a server
-that accepts and is silent (torch 2.13).
+Under torchrun this is the agent's store, which exists already; otherwise rank 0 creates it. Every
+wait has a timeout, whatever happens to the store's host: a ``TCPStore`` waits forever for a server
+that accepts a connection and never answers (torch 2.13).
 """
 
 import socket
@@ -28,32 +28,32 @@ _IS_OURS = f"{_PREFIX}/is ours"
 _PAUSE_SECONDS = 0.05
 _RESOLVE_SECONDS = 5.0
 _ATTEMPT_SECONDS = 3.0
-# A name server that never answers costs torch's store 10 s, which is one of the findings.
+# With a name server that never answers, torch's store takes 10 s, which is one of the findings.
 _ASK_SECONDS = 15.0
 _TOUCH_SECONDS = 2.0
 
 
 class UnmetError(Exception):
-    """There is no store, or it does not answer: why, and what to set."""
+    """There is no store, or it does not answer. The text says why, and what to set."""
 
 
 def open_store(
     place: Placement, environ: Mapping[str, str], report: Report, deadline: float
 ) -> tuple[dist.Store, Report]:
-    """Open the store in which the ranks of a job meet; rank 0 makes it unless torchrun has.
+    """Open the store in which the ranks of a job meet; rank 0 creates it unless torchrun has.
 
     Args:
-        place: of this process.
-        environ: as ``os.environ``.
-        report: this rank's.
-        deadline: how long to try, in seconds of ``time.monotonic``.
+        place: the placement of this process.
+        environ: a mapping like ``os.environ``.
+        report: this rank's report.
+        deadline: until when to try, in seconds of ``time.monotonic``.
 
     Returns:
-        The store, and the report with how this rank reaches it. Rank 0 may have one that no other
-        rank can reach, which ``Report.meeting_problem`` says.
+        The store, and the report, completed with how this rank reaches the store. On rank 0 the
+        store may be one that no other rank can reach; ``Report.meeting_problem`` then says so.
 
     Raises:
-        UnmetError: this rank can't reach it.
+        UnmetError: this rank can't reach the store.
     """
     is_of_agent = has_agent_store(environ)
     store = _made(place.port) if place.rank == 0 and not is_of_agent else None
@@ -75,18 +75,19 @@ def open_store(
 
 
 def reach(host: str, port: int, deadline: float) -> tuple[str, str]:
-    """Try until a port of a host accepts a connection, which is closed again.
+    """Try to connect to a port of a host until it accepts, and close the connection again.
 
     Args:
         host: its name or address.
-        port: on it.
-        deadline: until when, in seconds of ``time.monotonic``; it is tried once at least.
+        port: its port.
+        deadline: until when to try, in seconds of ``time.monotonic``; there is at least one
+            attempt.
 
     Returns:
-        The addresses of this end of the connection and of the other one.
+        The addresses of this end of the connection and of the other end.
 
     Raises:
-        OSError: it did not; how the last attempt ended.
+        OSError: the port did not accept. The text says how the last attempt ended.
     """
     while True:
         try:
@@ -102,7 +103,7 @@ def reach(host: str, port: int, deadline: float) -> tuple[str, str]:
 
 
 def _why(place: Placement, report: Report, reason: str, *, is_own: bool) -> str:
-    """What is wrong where a rank can't reach the store, and what to set."""
+    """Explain why a rank can't reach the store, and what to set."""
     host, port = place.host, place.port
     if is_own:
         mine = [each for _, each in report.interfaces if not is_loopback(each)] or ["127.0.0.1"]
@@ -118,9 +119,9 @@ def _why(place: Placement, report: Report, reason: str, *, is_own: bool) -> str:
 
 
 def _made(port: int) -> dist.TCPStore | None:
-    """A store at a port of this host; None if the port is taken, perhaps by another rank 0."""
+    """Create a store at a port; return None if the port is taken, perhaps by another rank 0."""
     try:
-        # Not at MASTER_ADDR: what is wrong with that is to be found out.
+        # Not at MASTER_ADDR, which may be wrong and is checked later.
         store = _store("127.0.0.1", port, _ASK_SECONDS, is_master=True)
     except (RuntimeError, TimeoutError) as error:
         if "EADDRINUSE" in str(error):
@@ -134,11 +135,11 @@ def _made(port: int) -> dist.TCPStore | None:
 
 
 def _joined(address: str, port: int, deadline: float, *, is_of_agent: bool) -> dist.TCPStore:
-    """The store that torchrun or rank 0 has made."""
+    """Connect to the store that torchrun or rank 0 has created."""
     seconds = max(deadline - time.monotonic(), _ASK_SECONDS)
     try:
         store = _store(address, port, seconds, is_master=False)
-        if not is_of_agent:  # rank 0 may be about to say that it is its own
+        if not is_of_agent:  # rank 0 may be about to mark the store as its own
             within(_ASK_SECONDS, lambda: store.wait([_IS_OURS], timedelta(seconds=_TOUCH_SECONDS)))
     except (RuntimeError, TimeoutError):
         raise UnmetError(
@@ -159,18 +160,18 @@ def _store(host: str, port: int, seconds: float, *, is_master: bool) -> dist.TCP
 
 
 class Board:
-    """What the ranks leave in the store for one another: records, under names."""
+    """Named records that the ranks exchange through the store."""
 
     def __init__(self, store: dist.Store) -> None:
         self.store = store
         self._arrived: dict[int, Report] = {}
 
     def arrive(self, report: Report) -> None:
-        """Say that this process is here."""
+        """Announce that this process has arrived."""
         self.post(f"arrival/{self.count('arrivals')}", report)
 
     def arrivals(self) -> list[Report]:
-        """The reports of all processes that have come so far, in the order in which they came."""
+        """Return the reports of all processes that have arrived so far, in order of arrival."""
         for number in range(1, self.count("arrivals", 0) + 1):
             if number not in self._arrived:
                 report = self.find(f"arrival/{number}", Report)
@@ -178,12 +179,12 @@ class Board:
         return [report for _, report in sorted(self._arrived.items())]
 
     def post(self, name: str, record: Any) -> None:
-        """Leave something for the others."""
-        packed: Any = pack_record(record)  # torch's stub knows of text only
+        """Write a record for the other ranks."""
+        packed: Any = pack_record(record)  # torch's stub allows only text
         self._ask(lambda: self.store.set(name, packed))
 
     def find(self, name: str, kind: type[T]) -> T | None:
-        """What a rank has left there; None if it has not, or if a rank of another version has."""
+        """Read a record; return None if there is none, or if another version has written it."""
         raw = self._ask(lambda: read(self.store, name))
         try:
             return None if raw is None else unpack_record(raw, kind, f"a doctor's {name}")
@@ -191,13 +192,13 @@ class Board:
             return None
 
     def fetch(self, name: str, kind: type[T], deadline: float) -> T | None:
-        """Wait for what another rank leaves; None if it has not by then."""
+        """Wait until another rank has written a record; return None at the deadline."""
         while (found := self.find(name, kind)) is None and time.monotonic() < deadline:
             time.sleep(_PAUSE_SECONDS)
         return found
 
     def count(self, name: str, amount: int = 1) -> int:
-        """Add to a number that all ranks have in common, and return it."""
+        """Add to a counter that all ranks share, and return its value."""
         return int(self._ask(lambda: self.store.add(name, amount)))
 
     def _ask(self, call: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""The report: for a terminal, as JSON, and the links as heat maps.
+"""Format the report for a terminal and as JSON, and draw the links as heat maps.
 
 On a terminal the findings come last, where they stay on the screen.
 """
@@ -17,7 +17,7 @@ from objcomm._bootstrap.doctor.findings import Finding, Severity, status
 from objcomm._observe.terminal import aligned, printable
 from objcomm.errors import MissingDependencyError, ranges_text, ranks_text
 
-# More columns do not fit on a screen; the picture and the JSON have them.
+# More columns do not fit on a screen; the picture and the JSON show them.
 _MATRIX_MAX = 12
 _WIDTH = 100
 _GIB = 1 << 30
@@ -26,15 +26,15 @@ _COLUMNS = ("host", "ranks", "Gloo", "devices", "open files", "free shared memor
 
 
 def draw(evidence: Evidence, path: Path) -> None:
-    """Write latency and bandwidth between all ranks as a picture.
+    """Draw latency and bandwidth between all ranks.
 
     Args:
-        evidence: with links.
-        path: where; its suffix says in which form.
+        evidence: evidence that includes links.
+        path: the file to write; its suffix chooses the format.
 
     Raises:
-        MissingDependencyError: there is no matplotlib.
-        OSError: it can't be written.
+        MissingDependencyError: matplotlib is not installed.
+        OSError: the file can't be written.
     """
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415  # an extra, and slow to import
@@ -43,13 +43,13 @@ def draw(evidence: Evidence, path: Path) -> None:
     figure = Figure(figsize=(11, 5), layout="constrained")
     ranks = sorted(evidence.reports)
     ticks = ranks[:: 1 + len(ranks) // _MATRIX_MAX]
-    # Dark is bad in both: a slow cable is a dark row and a dark column.
+    # Dark is bad in both pictures: a slow cable is a dark row and a dark column.
     for at, (title, _, _, figure_of) in enumerate(_MEASURES):
         known = {(link.src, link.dst): figure_of(link) for link in evidence.links}
         cells = [[known.get((rank, peer), math.nan) for peer in ranks] for rank in ranks]
         axes = figure.add_subplot(1, 2, at + 1, title=f"{title} (dark: slow)")
         axes.set(xlabel="to rank", ylabel="from rank", xticks=ticks, yticks=ticks)
-        # Wide enough that links which differ by little look alike, and none of them slow.
+        # Wide enough that links which differ only a little look alike, and none looks slow.
         most = max(*known.values(), 4 * min(known.values()) * (at == 0))
         image = axes.imshow(cells, cmap=("viridis_r", "viridis")[at], vmin=0.0, vmax=most)
         figure.colorbar(image, ax=axes, shrink=0.8)
@@ -71,7 +71,7 @@ _MEASURES = (
 
 
 def plain(evidence: Evidence, found: Sequence[Finding]) -> str:
-    """All that is known, as JSON."""
+    """Return everything that is known, as JSON."""
     known = dataclasses.asdict(evidence)
     known["ranks"] = list(known.pop("reports").values())
     for each in [*known["ranks"], *known["others"]]:
@@ -82,7 +82,7 @@ def plain(evidence: Evidence, found: Sequence[Finding]) -> str:
 
 
 def report(evidence: Evidence, found: Sequence[Finding]) -> str:
-    """All of it, from the facts to the findings."""
+    """Return the whole report as text, from the facts to the findings."""
     blocks = [
         [*_heading(evidence), "", *_hosts(evidence)],
         _alike(evidence, lambda each: each.variables, "="),
@@ -94,7 +94,7 @@ def report(evidence: Evidence, found: Sequence[Finding]) -> str:
 
 
 def conclusions(found: Sequence[Finding]) -> list[str]:
-    """The findings, each with what to set, and a last line that sums them up."""
+    """Return the findings, each with its remedy, and a last line that summarizes them."""
     lines = []
     for each in found:
         name = f"{each.severity.name} {each.name}"
@@ -130,7 +130,7 @@ def _heading(evidence: Evidence) -> list[str]:
 def _alike(
     evidence: Evidence, pairs_of: Callable[[Report], tuple[tuple[str, str], ...]], sign: str
 ) -> list[str]:
-    """A line for all ranks with the same pairs of name and value."""
+    """Return one line for each group of ranks with the same pairs of name and value."""
     by_text: dict[str, list[int]] = defaultdict(list)
     for rank, each in evidence.reports.items():
         by_text[", ".join(sign.join(pair) for pair in pairs_of(each))].append(rank)
@@ -157,7 +157,7 @@ def _hosts(evidence: Evidence) -> list[str]:
 
 
 def _unreached(evidence: Evidence) -> list[str]:
-    """Who reaches whom, if not all do."""
+    """Return a matrix of which rank reaches which, if any attempt failed."""
     marks = {
         (rank, each.peer): "x" if each.problem else "ok"
         for rank, made in evidence.contacts.items()

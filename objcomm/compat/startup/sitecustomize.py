@@ -1,8 +1,9 @@
-"""What Python reads when it starts, where ``objcomm.run`` has put this folder into its path.
+"""Python imports this at startup if ``objcomm.run`` has put this folder into its path.
 
-Has torch's object collectives replaced as soon as this process has imported torch; one that never
-does so imports nothing of objcomm. The path, and a ``sitecustomize`` behind this one, are what they
-would be without. Each Python that the program starts reads this, so it imports nothing else.
+Replaces torch's object collectives as soon as this process has imported torch; a process that never
+imports torch imports nothing of objcomm. The path, and any other ``sitecustomize`` after this one,
+end up as they would be without this one. Every Python process that the program starts runs this,
+so it imports nothing else.
 """
 
 import os
@@ -19,14 +20,14 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_FOLDER)))  # noqa: PTH1
 
 
 class _Finder:
-    """Finds torch where it would be found, and objcomm where this file lies.
+    """Finds torch where it would be found anyway, and objcomm where this file is.
 
-    When torch is there objcomm is imported; when that is there, whoever imported it, the functions
-    are replaced.
+    Once torch is imported, objcomm is imported too; once that is imported, from anywhere, the
+    functions are replaced.
 
     Args:
         is_first: whether this process runs the program itself.
-        has_report: whether it tells at its end what the functions have cost.
+        has_report: whether to report at its end what the functions have cost.
     """
 
     def __init__(self, *, is_first: bool, has_report: bool) -> None:
@@ -39,10 +40,10 @@ class _Finder:
         """See ``importlib.abc.MetaPathFinder``."""
         if name == "torch":
             others = [each.find_spec for each in sys.meta_path if each is not self]
-            specs = (find(name, path, target) for find in others)  # type: ignore[arg-type]  # handed on
+            specs = (find(name, path, target) for find in others)  # type: ignore[arg-type]  # passed on
             return _followed(next((each for each in specs if each), None), self._on_torch)
         if name == "objcomm":
-            from importlib.machinery import PathFinder  # noqa: PLC0415  # not in each Python
+            from importlib.machinery import PathFinder  # noqa: PLC0415  # only if needed
 
             return _followed(PathFinder.find_spec(name, [_ROOT]), self._on_objcomm)
         return None
@@ -57,7 +58,7 @@ class _Finder:
 
 
 def _followed(spec: "ModuleSpec | None", follow: "Callable[[], None]") -> "ModuleSpec | None":
-    """Have a function called when the module that was found has been imported."""
+    """Make the loader of ``spec`` call a function after it has imported the module."""
     if spec is not None and spec.loader is not None:
         load = spec.loader.exec_module
 
@@ -65,12 +66,12 @@ def _followed(spec: "ModuleSpec | None", follow: "Callable[[], None]") -> "Modul
             load(module)
             follow()
 
-        spec.loader.exec_module = load_and_follow  # type: ignore[method-assign]  # of this spec alone
+        spec.loader.exec_module = load_and_follow  # type: ignore[method-assign]  # only for this spec
     return spec
 
 
 def _watch() -> None:
-    """Wait for torch, in the environment for which ``objcomm.run`` was called."""
+    """Watch for torch, if this Python belongs to the environment that ``objcomm.run`` used."""
     pid, has_report, prefix = os.environ.get("OBJCOMM_RUN", "0 0 ").split(" ", 2)
     if prefix == sys.prefix:
         finder = _Finder(is_first=int(pid) == os.getpid(), has_report=has_report == "1")
@@ -78,11 +79,11 @@ def _watch() -> None:
 
 
 def _give_way() -> None:
-    """Leave the path as it would be, and import what this file has hidden."""
+    """Restore the path, and import the ``sitecustomize`` that this one has hidden."""
     sys.path[:] = [each for each in sys.path if each != _FOLDER]
     this = sys.modules.pop(__name__)
     try:
-        __import__(__name__)  # another one
+        __import__(__name__)  # the hidden one
     except ModuleNotFoundError as error:
         if error.name != __name__:
             raise
