@@ -20,7 +20,7 @@ help:
 	@echo 'make test    what tells that a change broke something, in minutes'
 	@echo 'make test-long   the rest: every fault, the soak, hosts, examples, the package'
 	@echo 'make test-newest   what other versions than those of constraints.txt may break'
-	@echo 'make lint    ruff and codespell          make format   let ruff mend what it can'
+	@echo 'make lint    ruff, codespell, prose      make format   let ruff fix what it can'
 	@echo 'make types   mypy and pyright, strict    make docs     build the site into site/'
 	@echo 'make bench   measure everything and write docs/benchmarks.md and targets.md; takes long'
 	@echo 'make bench-smoke shows within a minute that the benchmarks run'
@@ -61,6 +61,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/python -m tests.prose
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,43 @@
+"""The linter of prose: each rule finds its bad sentence, and no rule finds a good one."""
+
+import pytest
+
+from tests.prose.__main__ import CONFIG, faults, python_prose
+
+PAGE = """\
+Read it at
+once, not `at once`, [there](at once.md) or below.
+
+```text
+at once
+```
+"""
+MODULE = '''\
+"""Return at once.
+
+Example:
+    >>> "at once"
+    'at once'
+"""
+
+at = once = "at once"  # At
+# once.
+raise ValueError(f"at {once} at "
+                 f"once")
+'''
+
+
+@pytest.mark.parametrize("rule", CONFIG["rules"], ids=lambda rule: rule["bad"])
+def test_a_rule_finds_its_bad_sentence_and_none_finds_its_good_one(rule: dict[str, str]) -> None:
+    assert any(fault.endswith(f"write: {rule['write']}") for _, fault in faults(rule["bad"]))
+    assert faults(rule["good"]) == []
+
+
+def test_of_a_page_the_prose_is_read() -> None:
+    assert [line for line, _ in faults(PAGE)] == [1]
+
+
+@pytest.mark.parametrize(("with_strings", "lines"), [(False, [1, 8]), (True, [1, 8, 8, 10])])
+def test_of_python_the_texts_are_read(with_strings: bool, lines: list[int]) -> None:  # noqa: FBT001
+    text = python_prose(MODULE, with_strings=with_strings)
+    assert [line for line, _ in faults(text)] == lines
