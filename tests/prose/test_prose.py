@@ -15,6 +15,9 @@ at once
 MODULE = '''\
 """Return at once.
 
+Args:
+    anew: a name, no prose.
+
 Example:
     >>> "at once"
     'at once'
@@ -22,6 +25,7 @@ Example:
 
 at = once = "at once"  # At
 # once.
+names = {"anew": f"a {anew} b"}
 raise ValueError(f"at {once} at "
                  f"once")
 '''
@@ -37,7 +41,7 @@ def test_of_a_page_the_prose_is_read() -> None:
     assert [line for line, _ in faults(PAGE)] == [1]
 
 
-@pytest.mark.parametrize(("with_strings", "lines"), [(False, [1, 8]), (True, [1, 8, 8, 10])])
-def test_of_python_the_texts_are_read(with_strings: bool, lines: list[int]) -> None:  # noqa: FBT001
+@pytest.mark.parametrize(("with_strings", "lines"), [(False, [1, 11]), (True, [1, 11, 11, 14])])
+def test_of_python_the_texts_are_read(*, with_strings: bool, lines: list[int]) -> None:
     text = python_prose(MODULE, with_strings=with_strings)
     assert [line for line, _ in faults(text)] == lines
