@@ -383,7 +383,7 @@ class DesyncError(WireError):
 
 
 class TransportError(ObjcommError, RuntimeError):
-    """A peer is gone: it died, exited, or left this operation after an error of its own.
+    """A peer is gone: it died, exited, or left this operation after its own error.
 
     Attributes:
         operation: the operation that this rank was in.

@@ -1,4 +1,4 @@
-"""Who receives from whom when one rank's bytes go to all: pure arithmetic on ranks.
+"""Which rank receives from which when one rank's bytes go to all: pure arithmetic on ranks.
 
 A topology takes the rank, the root and the number of ranks. It returns the rank to receive from
 (``None`` for the root) and the ranks to send to, in that order. All ranks compute the same result,

@@ -204,7 +204,7 @@ class Board:
         try:
             verdict = unpack_record(raw, Verdict, "a verdict")
             if verdict.circle:
-                self.tell_circle(unpack_record(verdict.circle, Deadlock, "a circle"))
+                self.tell_circle(unpack_record(verdict.circle, Deadlock, "a deadlock"))
         except WireError as error:
             return Verdict(Cause.LEFT, f"unread/{key}", reason=str(error))
         return verdict
