@@ -13,7 +13,7 @@ INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet \
 # Wherever it is set: each process that a test starts would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-long test-newest lint format types docs bench bench-smoke package clean
+.PHONY: help demo test test-long test-newest lint format types docs bench bench-smoke package release clean
 
 help:
 	@echo 'make demo    four ranks train and evaluate on real data; results in $(OUT)/'
@@ -25,6 +25,7 @@ help:
 	@echo 'make bench   measure everything and write docs/benchmarks.md and targets.md; takes long'
 	@echo 'make bench-smoke shows within a minute that the benchmarks run'
 	@echo 'make package build dist/, and try it where nothing else is installed; test-long does it'
+	@echo 'make release the same, and upload it: see RELEASING.md'
 	@echo 'make clean   remove .venv and all that was built'
 
 demo: $(VENV)/.demo
@@ -85,6 +86,9 @@ bench-smoke: $(VENV)/.dev
 
 package: $(VENV)/.dev $(VENV)/.package
 	$(BIN)/python -m tests.package
+
+release: package
+	$(BIN)/python -m twine upload --non-interactive dist/*
 
 clean:
 	rm -rf $(VENV) $(NEWEST) site build dist demo-out bench-out .mypy_cache .pytest_cache .ruff_cache .hypothesis
