@@ -182,7 +182,7 @@ class MemoryLink:
         self.hosts = wires.hosts
         self.sent: list[tuple[int, int]] = []  # bytes and tag of each transfer
         self.crossed_nbytes = 0  # of those to other hosts
-        self._wires = wires
+        self.wires = wires
         self._standing: dict[tuple[int, int], tuple[torch.Tensor, Arrival]] = {}
 
     def send(self, flat: Any, peer: int, tag: int = -1) -> Departure:
@@ -192,11 +192,11 @@ class MemoryLink:
         self._check(peer)
         self.sent.append((flat.numel(), tag))
         self.crossed_nbytes += flat.numel() * (self.hosts[peer] != self.hosts[self.rank])
-        self._wires.between(self.rank, peer, tag).put(flat.clone())
+        self.wires.between(self.rank, peer, tag).put(flat.clone())
         return Departure()
 
     def recv(self, flat: Any, peer: int, tag: int = -1) -> Arrival:
-        arrival, wire = Arrival(flat), self._wires.between(peer, self.rank, tag)
+        arrival, wire = Arrival(flat), self.wires.between(peer, self.rank, tag)
         wire.post(arrival)
         # After it was posted: it may have been closed meanwhile.
         if self.is_closed(peer) and not arrival.is_done():
@@ -207,7 +207,7 @@ class MemoryLink:
     def sharing_with(self, peer: int) -> Sharing | None:
         """See ``Link``."""
         host = self.hosts[self.rank]
-        return self if host == self.hosts[peer] and host in self._wires.sharing else None
+        return self if host == self.hosts[peer] and host in self.wires.sharing else None
 
     def send_share(
         self, share: Share | None, flats: Sequence[torch.Tensor], peer: int, tag: int
@@ -216,13 +216,13 @@ class MemoryLink:
         self._check(peer)
         theirs = None if share is None else Share([os.dup(each) for each in share.descriptors])
         assert theirs is None or theirs.is_fixed()
-        self._wires.between(self.rank, peer, tag).put((theirs, [each.clone() for each in flats]))
+        self.wires.between(self.rank, peer, tag).put((theirs, [each.clone() for each in flats]))
         return Departure()
 
     def recv_share(self, nbytes: int, peer: int, tag: int) -> Handover:
         """See ``Sharing``."""
         handover = Handover(nbytes, peer)
-        self._wires.between(peer, self.rank, tag).post(handover)
+        self.wires.between(peer, self.rank, tag).post(handover)
         return handover
 
     def recv_instead(self, borrowed: Any, flats: Sequence[torch.Tensor]) -> Departure:
@@ -238,7 +238,7 @@ class MemoryLink:
     def expect(self, peers: Sequence[int], tag: int) -> None:
         """See ``Link``."""
         for peer in peers:
-            is_left = self._wires.between(peer, self.rank, tag).left_over() > 0
+            is_left = self.wires.between(peer, self.rank, tag).left_over() > 0
             if (peer, tag) not in self._standing and (is_left or not self.is_closed(peer)):
                 room = torch.zeros(self.head_max_nbytes, dtype=torch.uint8)
                 self._standing[peer, tag] = room, self.recv(room, peer, tag)
@@ -298,7 +298,7 @@ class MemoryLink:
     def abort(self, farewell: bytes = b"") -> None:  # noqa: ARG002  # no test needs it
         """See ``Connections``."""
         for peer in self._others():
-            self._wires.end(self.rank, peer)
+            self.wires.end(self.rank, peer)
 
     def farewell_of(self, peer: int) -> bytes:  # noqa: ARG002  # likewise
         """See ``Connections``: it carries none."""
@@ -320,7 +320,7 @@ class MemoryLink:
 
     def is_closed(self, peer: int) -> bool:
         """See ``Connections``."""
-        return self._wires.ended_by(self.rank, peer) is not None
+        return self.wires.ended_by(self.rank, peer) is not None
 
     def is_out_of_reach(self, peer: int) -> bool:  # noqa: ARG002  # it has no hosts
         """See ``Connections``."""
@@ -331,7 +331,7 @@ class MemoryLink:
 
     def closed_by(self) -> list[int]:
         """See ``Connections``."""
-        return [peer for peer in self._others() if self._wires.ended_by(self.rank, peer) == peer]
+        return [peer for peer in self._others() if self.wires.ended_by(self.rank, peer) == peer]
 
     def is_interrupted(self) -> bool:
         return False
@@ -462,3 +462,20 @@ def on_every_rank(size: int, body: Callable[[int], Any]) -> list[Any]:
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), "a rank still waits"
     return results
+
+
+def linked(size: int, hosts: Sequence[int] = (), sharing: Collection[int] = ()) -> list[MemoryLink]:
+    """The links of as many ranks."""
+    wires = Wires(size, hosts, sharing)
+    return [MemoryLink(wires, rank) for rank in range(size)]
+
+
+def sent_to_rank_0(
+    messages: Mapping[int, Message], size: int = 2, kind: type[MemoryLink] = MemoryLink, **own: Any
+) -> Exchange:
+    """Rank 0's exchange, to which each of these ranks has sent the head of a message."""
+    wires = Wires(size)
+    for rank, message in messages.items():
+        exchange = exchange_on(kind(wires, rank), new_lane())
+        exchange.send_head(message, [0], may_be_whole=True)
+    return exchange_on(kind(wires, 0), new_lane(), **own)

@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 
+from objcomm._algorithms import routes
 from objcomm._algorithms.exchange import Exchange
 from objcomm._codecs.buffers import Buffer, BufferKind, readable
 from objcomm._wire.message import Message, compose
 from tests.unit.memory_link import (
     MemoryLink,
-    Wires,
     exchange_on,
     header_of,
+    linked,
     new_lane,
     on_every_rank,
 )
@@ -44,20 +45,75 @@ def expected(rank: int, shape: str) -> tuple[bytes, list[bytes]]:
 
 
 def run(
-    size: int,
+    ranks: int | Sequence[MemoryLink],
     body: Callable[[Exchange], Any],
     hosts: Sequence[int] = (),
     sharing: Collection[int] = (),
+    **options: Any,
 ) -> list[Any]:
-    """Run one operation on every rank; nothing may be left on the wires."""
-    wires = Wires(size, hosts, sharing)
+    """Run one operation on every rank, or over given links; nothing may be left on them."""
+    links = linked(ranks, hosts, sharing) if isinstance(ranks, int) else ranks
 
     def on_rank(rank: int) -> Any:
-        exchange = exchange_on(MemoryLink(wires, rank), new_lane())
+        exchange = exchange_on(links[rank], new_lane(), **options)
         result = body(exchange)
         exchange.finish()
         return result
 
-    results = on_every_rank(size, on_rank)
-    assert wires.left_over() == 0
+    results = on_every_rank(len(links), on_rank)
+    assert links[0].wires.left_over() == 0
     return results
+
+
+def brought(
+    pattern: str, exchange: Exchange, root: int, make: Callable[[int], Message]
+) -> Sequence[Message]:
+    """What a pattern of traffic brings to one rank; ``make`` gives the message of a number."""
+    rank, size = exchange.rank, exchange.size
+    if pattern == "broadcast":
+        return [routes.broadcast(exchange, make(root) if rank == root else None, root)]
+    if pattern == "gather":
+        return routes.gather(exchange, make(rank), root) or []
+    if pattern == "all_gather":
+        return routes.all_gather(exchange, make(rank))
+    # Each message is its sender's, whatever its content.
+    numbers = range(size) if pattern == "scatter" else range(16 * rank, 16 * rank + size)
+    mine = [
+        Message(each.header._replace(sender=rank), each.body, each.buffers, each.large)
+        for each in map(make, numbers)
+    ]
+    if pattern == "scatter":
+        return [routes.scatter(exchange, mine if rank == root else None, root)]
+    return routes.all_to_all(exchange, mine)
+
+
+def to_be_brought(pattern: str, rank: int, size: int, root: int) -> list[int]:
+    """The numbers of those messages."""
+    return {
+        "broadcast": [root],
+        "gather": [*range(size)] * (rank == root),
+        "all_gather": [*range(size)],
+        "scatter": [rank],
+        "all_to_all": [16 * peer + rank for peer in range(size)],
+    }[pattern]
+
+
+def check_pattern(
+    pattern: str,
+    ranks: int | Sequence[MemoryLink],
+    root: int,
+    shape: str,
+    hosts: Sequence[int] = (),
+    *,
+    sharing: Collection[int] = (),
+) -> None:
+    """Every message of a pattern arrives whole where it should, and nowhere else."""
+    results = run(
+        ranks,
+        lambda exchange: brought(pattern, exchange, root, lambda at: message_of(at, shape)),
+        hosts,
+        sharing,
+    )
+    for rank, messages in enumerate(results):
+        wanted = to_be_brought(pattern, rank, len(results), root)
+        assert [content_of(each) for each in messages] == [expected(at, shape) for at in wanted]

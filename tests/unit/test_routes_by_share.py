@@ -1,18 +1,14 @@
 """What ranks of a host hand over to each other, in groups of one host and of several."""
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from objcomm._algorithms import routes
-from objcomm._algorithms.exchange import Exchange
 from objcomm._transport.share import Share
-from objcomm._wire.message import Message
 from tests.unit.memory_link import MemoryLink
-from tests.unit.routed import LARGE_NBYTES, content_of, expected, message_of, run
+from tests.unit.routed import LARGE_NBYTES, check_pattern
 
 #: The host of each rank, and the hosts whose ranks share.
 SPREADS: dict[str, tuple[list[int], set[int]]] = {
@@ -26,19 +22,12 @@ SPREADS: dict[str, tuple[list[int], set[int]]] = {
 }
 
 
-def broadcast_from(root: int, shape: str) -> Callable[[Exchange], Message]:
-    return lambda exchange: routes.broadcast(
-        exchange, message_of(root, shape) if exchange.rank == root else None, root
-    )
-
-
 @pytest.mark.parametrize("shape", ["inline", "buffers", "both"])
 @pytest.mark.parametrize("spread", SPREADS)
 def test_a_broadcast_reaches_every_rank_whole(spread: str, shape: str) -> None:
     hosts, sharing = SPREADS[spread]
     for root in {0, 1, len(hosts) - 1}:
-        for message in run(len(hosts), broadcast_from(root, shape), hosts, sharing):
-            assert content_of(message) == expected(root, shape)
+        check_pattern("broadcast", len(hosts), root, shape, hosts, sharing=sharing)
 
 
 @pytest.mark.parametrize("refused", ["of", "with_room", "seal"])
@@ -46,8 +35,7 @@ def test_a_broadcast_reaches_every_rank_whole(spread: str, shape: str) -> None:
 def test_and_so_it_does_where_there_is_no_memory_to_share(spread: str, refused: str) -> None:
     hosts, sharing = SPREADS[spread]
     with mock.patch.object(Share, refused, side_effect=OSError("no memory")):
-        for message in run(len(hosts), broadcast_from(1, "both"), hosts, sharing):
-            assert content_of(message) == expected(1, "both")
+        check_pattern("broadcast", len(hosts), 1, "both", hosts, sharing=sharing)
 
 
 @pytest.mark.parametrize("spread", SPREADS)
@@ -63,7 +51,7 @@ def test_a_large_member_goes_once_to_each_host_and_over_no_connection_within(spr
         return send(link, flat, peer, tag)
 
     with mock.patch.object(MemoryLink, "send", counting):
-        run(len(hosts), broadcast_from(0, "buffers"), hosts, sharing)
+        check_pattern("broadcast", len(hosts), 0, "buffers", hosts, sharing=sharing)
     for host in set(hosts):
         copies = 0 if host in sharing else hosts.count(host) - 1
         assert sent.get((host, host), 0) == pytest.approx(copies * LARGE_NBYTES, rel=0.01)
@@ -71,37 +59,9 @@ def test_a_large_member_goes_once_to_each_host_and_over_no_connection_within(spr
         assert came == pytest.approx((host != hosts[0]) * LARGE_NBYTES, abs=0.01 * LARGE_NBYTES)
 
 
+@pytest.mark.parametrize("pattern", ["gather", "all_gather", "scatter", "all_to_all"])
 @pytest.mark.parametrize("spread", SPREADS)
-def test_every_other_pattern_works_as_well(spread: str) -> None:
+def test_every_other_pattern_works_as_well(spread: str, pattern: str) -> None:
     hosts, sharing = SPREADS[spread]
-    size = len(hosts)
-    everybody = [expected(rank, "both") for rank in range(size)]
-
-    def gather(exchange: Exchange) -> list[Message] | None:
-        return routes.gather(exchange, message_of(exchange.rank, "both"), 1)
-
-    _, gathered, *others = run(size, gather, hosts, sharing)
-    assert [content_of(each) for each in gathered] == everybody
-    assert not any(others)
-
-    def all_gather(exchange: Exchange) -> list[Message]:
-        return routes.all_gather(exchange, message_of(exchange.rank, "both"))
-
-    for got in run(size, all_gather, hosts, sharing):
-        assert [content_of(each) for each in got] == everybody
-
-    def scatter(exchange: Exchange) -> Message:
-        copies = [message_of(1, "both") for _ in range(size)]
-        return routes.scatter(exchange, copies if exchange.rank == 1 else None, 1)
-
-    assert [content_of(each) for each in run(size, scatter, hosts, sharing)] == [
-        everybody[1]
-    ] * size
-
-    def all_to_all(exchange: Exchange) -> list[Message]:
-        return routes.all_to_all(exchange, [message_of(exchange.rank, "buffers")] * size)
-
-    for got in run(size, all_to_all, hosts, sharing):
-        assert [content_of(each) for each in got] == [
-            expected(rank, "buffers") for rank in range(size)
-        ]
+    shape = "buffers" if pattern == "all_to_all" else "both"
+    check_pattern(pattern, len(hosts), 1, shape, hosts, sharing=sharing)
