@@ -464,10 +464,15 @@ def on_every_rank(size: int, body: Callable[[int], Any]) -> list[Any]:
     return results
 
 
-def linked(size: int, hosts: Sequence[int] = (), sharing: Collection[int] = ()) -> list[MemoryLink]:
+def linked(
+    size: int,
+    hosts: Sequence[int] = (),
+    sharing: Collection[int] = (),
+    kind: type[MemoryLink] = MemoryLink,
+) -> list[MemoryLink]:
     """The links of as many ranks."""
     wires = Wires(size, hosts, sharing)
-    return [MemoryLink(wires, rank) for rank in range(size)]
+    return [kind(wires, rank) for rank in range(size)]
 
 
 def sent_to_rank_0(

@@ -3,7 +3,7 @@
 import pytest
 
 from objcomm._failures.deadlock import Deadlock, WaitSnapshot, find_deadlock
-from tests.unit.whereabouts import MAIN, OTHER, conflict_of, lane, meeting, step
+from tests.unit.whereabouts import MAIN, conflict_of, lane, meeting, step
 
 
 def test_a_circle_of_groups_that_were_used_before_is_found() -> None:
@@ -16,15 +16,6 @@ def test_a_circle_of_groups_that_were_used_before_is_found() -> None:
         found = conflict_of(ranks, start)
         assert found is not None
         assert sorted((rank, state.group) for rank, state, _ in found.found) == [(0, "a"), (1, "b")]
-
-
-def test_a_background_threads_wait_may_be_for_another_background_thread() -> None:
-    """Rank 1's main thread waits in b; another thread of it may still come to a."""
-    ranks = {
-        0: [lane("a", step(0), awaits=1, thread=OTHER), lane("b", thread=OTHER)],
-        1: [lane("b", step(0), awaits=0)],
-    }
-    assert conflict_of(ranks) is None
 
 
 @pytest.mark.parametrize("start", [0, 1])

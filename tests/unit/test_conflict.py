@@ -1,6 +1,7 @@
 """Which waits can never end: reasoning on whereabouts, without any process."""
 
 import _thread
+import itertools
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -55,12 +56,6 @@ def test_roots_and_names_count(mine: Step, theirs: Step, reason: str) -> None:
     assert found.reason == reason
 
 
-def test_call_sites_do_not_count() -> None:
-    mine, theirs = step(1), step(1)._replace(call_site="eval.py:9")
-    ranks = {0: [lane("world", mine, awaits=1)], 1: [lane("world", theirs, awaits=0)]}
-    assert conflict_of(ranks) is None
-
-
 def test_a_call_that_the_other_rank_has_left_counts() -> None:
     """It only sent, and is ahead now."""
     theirs = lane("world", step(1, Operation.GATHER), step(2, Operation.BROADCAST))
@@ -69,56 +64,19 @@ def test_a_call_that_the_other_rank_has_left_counts() -> None:
     assert found.found[1][2].operation == Operation.GATHER
 
 
-def test_a_rank_that_has_made_this_call_and_gone_on_is_no_conflict() -> None:
-    """What it sent is under way, however slow the network is."""
-    theirs = lane("world", step(1), step(2), awaits=0)
-    assert conflict_of({0: [lane("world", step(1), awaits=1)], 1: [theirs]}) is None
-
-
-@pytest.mark.parametrize("other", [[], [lane("world", step(0))]])
-def test_a_rank_that_computes_may_still_come(other: list[LaneWait]) -> None:
-    assert conflict_of({0: [lane("world", step(1), awaits=1)], 1: other}) is None
-
-
-def test_a_silent_rank_is_no_conflict() -> None:
-    assert conflict_of({0: [lane("world", step(1), awaits=1)]}) is None
-
-
-def test_a_rank_behind_that_waits_for_a_slow_one_is_no_conflict() -> None:
-    """Rank 0 only sent in call 1; rank 1 is still in it, because rank 2 has not come."""
-    ranks = {
-        0: [lane("world", step(1, Operation.GATHER), step(2), awaits=1)],
-        1: [lane("world", step(1, Operation.GATHER), awaits=2)],
-        2: [],
-    }
-    assert conflict_of(ranks) is None
-
-
 def test_two_groups_in_which_two_ranks_wait_for_each_other() -> None:
-    ranks = {0: [lane("a", step(0), awaits=1)], 1: [lane("b", step(0), awaits=0)]}
-    for start in (0, 1):
+    for ranks, start in itertools.product(
+        (
+            {0: [lane("a", step(0), awaits=1)], 1: [lane("b", step(0), awaits=0)]},
+            {0: [meeting("a", awaits=1)], 1: [meeting("b", awaits=0)]},
+        ),
+        (0, 1),
+    ):
         found = conflict_of(ranks, start)
         assert found is not None
         assert found.reason == "each waits for another"
         assert {rank for rank, _, _ in found.found} == {0, 1}
         assert not found.is_of_one_lane
-
-
-def test_meetings_of_two_groups_count_as_well() -> None:
-    ranks = {0: [meeting("a", awaits=1)], 1: [meeting("b", awaits=0)]}
-    assert conflict_of(ranks) is not None
-    assert conflict_of(ranks, 1) is not None
-
-
-def test_ranks_in_one_meeting_are_in_step() -> None:
-    assert conflict_of({0: [meeting("a", awaits=1)], 1: [meeting("a", awaits=0)]}) is None
-
-
-@pytest.mark.parametrize("start", [0, 1])
-def test_a_host_knows_the_meshs_name_before_its_guests(start: int) -> None:
-    """Seen with two threads of each rank that met on two groups, on a machine that was busy."""
-    host = meeting("a", awaits=1)._replace(nonce="n")
-    assert conflict_of({0: [host], 1: [meeting("a", awaits=0)]}, start) is None
 
 
 def test_a_circle_of_three_is_found_by_each() -> None:
@@ -153,26 +111,6 @@ def test_a_circle_is_known_from_who_has_left_it() -> None:
     assert find_deadlock(2, WaitSnapshot(2, MAIN, (later,)), later, {0: left}.get) is None
 
 
-def test_other_threads_waits_are_no_conflict() -> None:
-    """Rank 1 waits in b on a second thread; its main thread may still come to a."""
-    ranks = {
-        0: [lane("a", step(0), awaits=1), lane("b", thread=OTHER)],
-        1: [lane("b", step(0), awaits=0, thread=OTHER), lane("a", thread=MAIN)],
-    }
-    assert conflict_of(ranks) is None
-    del ranks[1][1]  # nobody has used a on rank 1: its main thread would
-    assert conflict_of(ranks) is None
-
-
-def test_a_wait_that_was_served_and_whose_bytes_are_on_the_way_is_no_conflict() -> None:
-    """Rank 0 has sent all of call 0 in b; slow bytes keep rank 1 there."""
-    ranks = {
-        0: [lane("a", step(0), awaits=1), lane("b", step(0))],
-        1: [lane("b", step(0), awaits=0)],
-    }
-    assert conflict_of(ranks) is None
-
-
 def test_a_circle_that_this_group_is_not_part_of_is_the_others_matter() -> None:
     ranks = {
         0: [lane("a", step(0), awaits=1)],
@@ -181,15 +119,6 @@ def test_a_circle_that_this_group_is_not_part_of_is_the_others_matter() -> None:
     }
     assert conflict_of(ranks) is None
     assert conflict_of(ranks, 1) is not None
-
-
-def test_an_earlier_mesh_is_not_compared() -> None:
-    """After a verdict the numbers begin again, and rank 1 has not heard of it yet."""
-    ranks = {
-        0: [lane("a", step(0, Operation.GATHER), awaits=1, nonce="new")],
-        1: [lane("a", step(0), nonce="old")],
-    }
-    assert conflict_of(ranks) is None
 
 
 def test_who_waits_in_a_meeting_that_another_has_left_is_in_no_circle() -> None:
@@ -239,17 +168,6 @@ def test_a_message_under_way_is_no_conflict() -> None:
     assert is_circle({0: [recv(0, 1, taken=3)], 1: [recv(1, 0, sent=3)]})
 
 
-def test_two_that_meet_for_a_message_are_in_step() -> None:
-    """However long they take; the host, which sends, knows the name before its guest does."""
-    now = Step(MEETING, Operation.NONE, 1, 0, "train.py:1", "send")
-    meets = send(0, 1, sent=1)._replace(now=now)
-    waits = recv(1, 0)._replace(nonce="")
-    receives = recv(0, 1, sent=1, since=1.0)  # ``sendrecv``: its thread waits in the other half
-    for host in ([meets], [receives, meets._replace(waiter=OTHER)]):
-        assert conflict_among({0: host, 1: [waits]}) is None
-        assert conflict_among({0: host, 1: [waits]}, 1) is None
-
-
 def test_what_was_sent_over_an_earlier_connection_is_not_under_way() -> None:
     waits = recv(0, 1)._replace(nonce="")
     ended = pair(0, 1, sent=5)
@@ -262,13 +180,6 @@ def test_a_large_message_that_waits_for_its_receiver_is_no_help_to_another_tag()
     assert is_circle({0: [recv(0, 1, taken=1)], 1: [send(1, 0, sent=1)]})
 
 
-def test_a_large_message_that_is_being_taken_in_awaits_nobody() -> None:
-    taking = recv(0, 1, taken=1)._replace(awaits=-1)
-    ranks = {0: [taking], 1: [send(1, 0, sent=1)]}
-    assert conflict_among(ranks) is None
-    assert conflict_among(ranks, 1) is None
-
-
 def test_a_second_thread_there_may_still_send() -> None:
     ranks = {0: [recv(0, 1)], 1: [recv(1, 0)]}
     assert conflict_among(ranks, threaded=(1,)) is None
@@ -276,30 +187,10 @@ def test_a_second_thread_there_may_still_send() -> None:
     assert conflict_among(ranks) is not None
 
 
-def test_what_no_thread_waits_for_is_no_wait() -> None:
-    """Rank 1 has begun to receive and computes."""
-    assert conflict_among({0: [recv(0, 1)], 1: [recv(1, 0, waiter=0)]}) is None
-
-
 def test_a_message_and_a_collective() -> None:
     reason = "each waits for another"
     assert is_circle({0: [recv(0, 1)], 1: [lane("world", step(3), awaits=0)]}, reason)
     assert is_circle({0: [send(0, 1)], 1: [meeting("world", awaits=0)]}, reason)
-
-
-def test_a_message_and_a_collective_that_is_served() -> None:
-    """Rank 0 has been in call 3 and has gone on to its ``recv``: what it sent is on the way."""
-    ranks = {
-        0: [recv(0, 1), lane("world", step(3))],
-        1: [lane("world", step(3), awaits=0)],
-    }
-    assert conflict_among(ranks) is None
-    assert conflict_among(ranks, 1) is None
-
-
-def test_a_collective_that_waits_for_a_slow_third_rank() -> None:
-    ranks = {0: [recv(0, 1)], 1: [lane("world", step(3), awaits=2)], 2: []}
-    assert conflict_among(ranks) is None
 
 
 def test_a_circle_of_three_through_messages_and_a_collective() -> None:
@@ -346,18 +237,86 @@ def test_a_ring_of_receives() -> None:
         assert conflict_among(ranks, rank) is None
 
 
-def test_who_waits_for_any_rank_is_in_no_circle() -> None:
-    anybody = recv(0, 1)._replace(awaits=-1)
-    ranks = {0: [anybody], 1: [recv(1, 0)]}
-    assert conflict_among(ranks) is None
-    assert conflict_among(ranks, 1) is None
+MEETS = Step(MEETING, Operation.NONE, 1, 0, "train.py:1", "send")
+SENDS = send(0, 1, sent=1)._replace(now=MEETS)
+# ``sendrecv``: its thread waits in the other half.
+SENDS_AND_RECEIVES = [recv(0, 1, sent=1, since=1.0), SENDS._replace(waiter=OTHER)]
+# The host of a meeting, which sends, knows its name before its guest does.
+GUEST = recv(1, 0)._replace(nonce="")
+GATHER, NEW = step(1, Operation.GATHER), step(0, Operation.GATHER)
+ELSEWHERE = step(1)._replace(call_site="eval.py:9")
+
+# Where each rank is; whatever rank asks, it may go on.
+IN_STEP: dict[str, dict[int, list[LaneWait]]] = {
+    "call sites do not count": {
+        0: [lane("world", step(1), awaits=1)],
+        1: [lane("world", ELSEWHERE, awaits=0)],
+    },
+    "gone on: what it sent is under way, however slow the network is": {
+        0: [lane("world", step(1), awaits=1)],
+        1: [lane("world", step(1), step(2), awaits=0)],
+    },
+    "it computes, and may still come": {0: [lane("world", step(1), awaits=1)], 1: []},
+    "it computes after another call": {
+        0: [lane("world", step(1), awaits=1)],
+        1: [lane("world", step(0))],
+    },
+    "silence": {0: [lane("world", step(1), awaits=1)]},
+    "rank 0 only sent in call 1; rank 1 is in it, because rank 2 has not come": {
+        0: [lane("world", GATHER, step(2), awaits=1)],
+        1: [lane("world", GATHER, awaits=2)],
+        2: [],
+    },
+    "one meeting": {0: [meeting("a", awaits=1)], 1: [meeting("a", awaits=0)]},
+    "one meeting, whose host knows the mesh's name": {
+        0: [meeting("a", awaits=1)._replace(nonce="n")],
+        1: [meeting("a", awaits=0)],
+    },
+    "rank 1 waits on a second thread; its main thread may still come to a": {
+        0: [lane("a", step(0), awaits=1), lane("b", thread=OTHER)],
+        1: [lane("b", step(0), awaits=0, thread=OTHER), lane("a", thread=MAIN)],
+    },
+    "nobody has used a on rank 1: its main thread would": {
+        0: [lane("a", step(0), awaits=1), lane("b", thread=OTHER)],
+        1: [lane("b", step(0), awaits=0, thread=OTHER)],
+    },
+    "rank 1's main thread waits in b; another one may still come to a": {
+        0: [lane("a", step(0), awaits=1, thread=OTHER), lane("b", thread=OTHER)],
+        1: [lane("b", step(0), awaits=0)],
+    },
+    "rank 0 has sent all of call 0 in b; slow bytes keep rank 1 there": {
+        0: [lane("a", step(0), awaits=1), lane("b", step(0))],
+        1: [lane("b", step(0), awaits=0)],
+    },
+    "numbers begin again after a verdict, of which rank 1 has not heard yet": {
+        0: [lane("a", NEW, awaits=1, nonce="new")],
+        1: [lane("a", step(0), nonce="old")],
+    },
+    "a meeting for a message": {0: [SENDS], 1: [GUEST]},
+    "a meeting for two messages": {0: SENDS_AND_RECEIVES, 1: [GUEST]},
+    "a large message is being taken in, which awaits nobody": {
+        0: [recv(0, 1, taken=1)._replace(awaits=-1)],
+        1: [send(1, 0, sent=1)],
+    },
+    "rank 1 has begun to receive and computes": {0: [recv(0, 1)], 1: [recv(1, 0, waiter=0)]},
+    "rank 0 has been in call 3 and has gone on: what it sent is on the way": {
+        0: [recv(0, 1), lane("world", step(3))],
+        1: [lane("world", step(3), awaits=0)],
+    },
+    "a slow third rank": {0: [recv(0, 1)], 1: [lane("world", step(3), awaits=2)], 2: []},
+    "any rank may send": {0: [recv(0, 1)._replace(awaits=-1)], 1: [recv(1, 0)]},
+    "each direction counts its messages by itself": {
+        0: [recv(0, 1, taken=4, sent=9)],
+        1: [pair(0, 1, sent=5, taken=9)],
+    },
+}
 
 
-def test_numbers_of_messages_are_not_compared() -> None:
-    """Each direction counts by itself."""
-    mine = recv(0, 1, taken=4, sent=9)
-    theirs = pair(0, 1, sent=5, taken=9)
-    assert conflict_among({0: [mine], 1: [theirs]}) is None
+@pytest.mark.parametrize("name", IN_STEP)
+def test_these_may_go_on(name: str) -> None:
+    ranks = IN_STEP[name]
+    for start in (each for each in ranks if ranks[each]):
+        assert conflict_among(ranks, start) is None
 
 
 def test_threads_of_libraries_keep_no_circle_from_being_found() -> None:

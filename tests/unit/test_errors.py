@@ -97,20 +97,6 @@ def test_several_failures_are_told_in_rank_order() -> None:
     assert "Traceback of zero" in text
 
 
-def test_errors_can_be_caught_as_their_builtin_kin() -> None:
-    for error, builtin in (
-        (errors.UsageError("x"), ValueError),
-        (errors.TransportTimeout("x", (), 1.0), TimeoutError),
-        (errors.TransportTimeout("x", (), 1.0), OSError),
-        (errors.TransportError("x", (), ""), RuntimeError),
-        (errors.MissingDependencyError("x", "y"), ImportError),
-    ):
-        with pytest.raises(builtin):
-            raise error
-        with pytest.raises(objcomm.ObjcommError):
-            raise error
-
-
 @pytest.mark.parametrize(
     "other", [ValueError, IndexError, KeyError, RuntimeError, AttributeError, OSError]
 )

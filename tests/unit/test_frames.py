@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 import objcomm
-from objcomm import CodecError, DesyncError, ObjcommError, WireError
+from objcomm import CodecError, ObjcommError, WireError
 from objcomm._wire import header as frames
 from objcomm._wire.header import HEADER_NBYTES, Header, Operation
 from tests.ranks import solo
@@ -231,33 +231,3 @@ def check_that_no_announced_size_is_believed(codec: str, exponent: int) -> None:
     with pytest.raises((WireError, CodecError)):
         _decoded(lie.pack() + rows[HEADER_NBYTES:])
     assert peak_address_space_nbytes() - before < 2**30
-
-
-def _header(**changed: Any) -> Header:
-    return Header.unpack(objcomm.to_tensor(1).numpy().tobytes())._replace(
-        **{"sender": 0, "sequence": 5, "operation": 1, "root": 0, **changed}
-    )
-
-
-def test_the_same_call_of_another_rank_is_accepted() -> None:
-    frames.check_same_call(_header(), _header(sender=2, call_site="other.py:3"), sender=2)
-
-
-@pytest.mark.parametrize(
-    "difference", [{"operation": 2}, {"sequence": 6}, {"root": 1}, {"fingerprint": 7}]
-)
-def test_another_call_is_a_desync_that_names_both_sides(difference: dict[str, int]) -> None:
-    theirs = _header(sender=2, call_site="b.py:9", **difference)
-    with pytest.raises(DesyncError) as caught:
-        frames.check_same_call(_header(call_site="a.py:1"), theirs, sender=2)
-    assert set(caught.value.positions) == {0, 2}
-    for told in ("rank 0", "a.py:1", "rank 2", "b.py:9"):
-        assert told in str(caught.value)
-
-
-@pytest.mark.parametrize("difference", [{"group": 1}, {"epoch": 1}, {"lane": 1}, {"sender": 3}])
-def test_a_message_of_another_group_or_lane_is_a_wire_error(difference: dict[str, int]) -> None:
-    theirs = _header(**{"sender": 2, **difference})
-    with pytest.raises(WireError) as caught:
-        frames.check_same_call(_header(), theirs, sender=2)
-    assert not isinstance(caught.value, DesyncError)

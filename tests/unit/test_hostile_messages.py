@@ -4,7 +4,6 @@ import struct
 import zlib
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch
 import objcomm
 from objcomm import DecodeError, ForbiddenTypeError, WireError
 from objcomm._codecs import restricted
-from objcomm._codecs.msgpack import MsgpackCodec
 from objcomm._codecs.pickle5 import PickleCodec
 from objcomm._collectives.reduction.leafwise import Destination, received
 from objcomm._collectives.reduction.operators import operator_for
@@ -77,12 +75,6 @@ def test_a_stream_gives_no_state_to_an_array() -> None:
     owners = [buffer.flat for buffer in encoded.buffers]
     with pytest.raises(ForbiddenTypeError, match="a ndarray is given a state"):
         restricted.loads(memoryview(stream), owners, {}, 100)
-
-
-def test_a_fraction_is_never_computed_from_a_text() -> None:
-    packed = msgpack.packb([msgpack.ExtType(1, b"fraction"), "1e9", None])
-    with pytest.raises(DecodeError, match="part 0 of a fraction is a str, not an integer"):
-        MsgpackCodec().decode(memoryview(packed), [])
 
 
 @pytest.mark.parametrize("ranks", [(1, 0, 2), (0, 1, 1), ()])

@@ -13,7 +13,7 @@ from objcomm._failures.verdict import Cause, Verdict
 from objcomm._transport.link import LinkClosed
 from objcomm._wire.message import compose
 from objcomm.errors import TransportError, TransportTimeout
-from tests.unit.memory_link import Arrival, MemoryLink, Wires, exchange_on, header_of, new_lane
+from tests.unit.memory_link import Arrival, MemoryLink, header_of, sent_to_rank_0
 
 
 class _Lost(Arrival):
@@ -27,11 +27,8 @@ class _WithoutRank2(MemoryLink):
 
 
 def test_only_the_rank_whose_connection_has_ended_is_named() -> None:
-    wires = Wires(4)
-    for rank in (1, 3):
-        sender = exchange_on(MemoryLink(wires, rank), new_lane())
-        sender.send_head(compose(header_of(rank), b""), [0])
-    waiting = exchange_on(_WithoutRank2(wires, 0), new_lane())
+    messages = {rank: compose(header_of(rank), b"") for rank in (1, 3)}
+    waiting = sent_to_rank_0(messages, 4, _WithoutRank2)
     with pytest.raises(TransportError, match="Connection closed by peer") as caught:
         waiting.recv_heads([1, 2, 3])
     assert not isinstance(caught.value, TransportTimeout)
@@ -43,7 +40,7 @@ def test_a_lost_rank_is_none_that_is_late_though_it_is_noticed_after_the_limit(
     *, has_expired: bool
 ) -> None:
     """A busy machine may hold up the thread that waits; whoever tells first tells all ranks."""
-    waiting = exchange_on(_WithoutRank2(Wires(4), 0), new_lane(), seconds=0.0)
+    waiting = sent_to_rank_0({}, 4, _WithoutRank2, seconds=0.0)
     waiting.entry.has_expired = has_expired
     with pytest.raises(TransportError) as caught:
         waiting.recv_heads([2])

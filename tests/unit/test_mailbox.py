@@ -14,25 +14,6 @@ from tests.unit.mailboxes import DESYNC, FAILED, FIRST, LOST, Asked, arrival, as
 from tests.waits import wait_until
 
 
-def test_the_first_message_that_fits_is_taken() -> None:
-    box = filled(arrival(1, 5, "a"), arrival(2, 0, "b"), arrival(1, 0, "c"), arrival(1, 0, "d"))
-    assert ask(box, 1).got == "c"
-    assert ask(box, None, None).got == "a"
-    assert ask(box).got == "b"
-    assert ask(box, 1).got == "d"
-    assert ask(box, None, None).ends == []
-
-
-def test_of_several_requests_the_first_gets_the_message() -> None:
-    box = filled()
-    others, first, second = ask(box, 2), ask(box, None, None), ask(box, 1)
-    box.deliver(arrival(1, 0, "a"))
-    assert first.got == "a"
-    box.deliver(arrival(1, 0, "b"))
-    assert second.got == "b"
-    assert others.ends == []
-
-
 def test_a_probe_sees_a_message_and_leaves_it() -> None:
     box = filled()
     before, taker, behind = ask(box, 1, is_probe=True), ask(box, 1), ask(box, 1, is_probe=True)

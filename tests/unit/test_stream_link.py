@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from objcomm._transport.frames import (
     AHEAD_MAX,
     AHEAD_MAX_NBYTES,
-    CREDIT_EACH,
     UNASKED_MAX_NBYTES,
     Kind,
 )
-from objcomm._transport.link import LinkClosed, LinkTimeout, head_tag, payload_tag
+from objcomm._transport.link import LinkClosed, LinkTimeout, payload_tag
 from objcomm._transport.streams import StreamLink
 from tests.contracts import check_link, is_over
 from tests.unit.stream_links import (
@@ -95,22 +94,6 @@ def test_a_stream_that_ends_within_a_frame_ends_the_connection(kept: int) -> Non
         assert list(link.closed_by()) == [1]
 
 
-def test_what_came_before_the_end_is_given_out() -> None:
-    with facing() as (link, other):
-        for value in b"abc":
-            other.sendall(frame(Kind.MESSAGE, nbytes=1) + bytes([value]))
-        other.close()
-        into = [room(1) for _ in range(4)]
-        posted = [link.recv(each, 1, TAG) for each in into[:2]]
-        assert link.is_closed(1)
-        posted.append(link.recv(into[2], 1, TAG))
-        for each in posted:
-            link.wait(each, LIMIT)
-        assert [int(each) for each in into] == [*b"abc", 0]
-        with pytest.raises(LinkClosed):
-            link.recv(into[3], 1, TAG)
-
-
 def test_what_nobody_has_moved_is_unread_and_the_end_of_all_is_not() -> None:
     with facing() as (link, other):
         assert not link.has_unread(1)
@@ -127,23 +110,6 @@ def test_what_nobody_has_moved_is_unread_and_the_end_of_all_is_not() -> None:
         for each in into:
             link.wait(link.recv(each, 1, TAG), LIMIT)
         assert [int(each) for each in into] == [*b"ab"]
-
-
-def test_a_sender_is_a_few_first_messages_ahead_and_no_more() -> None:
-    with joined() as (sender, receiver):
-        sent = [sender.send(filled(1, value), 1, HEAD) for value in range(AHEAD_MAX + 2)]
-        elsewhere = sender.send(filled(1), 1, head_tag(4))
-        assert [is_over(sender, each) for each in sent] == [True] * AHEAD_MAX + [False] * 2
-        assert is_over(sender, elsewhere)
-        with pytest.raises(LinkTimeout):
-            sender.wait(sent[-1], _SOON)
-        into = [room(1) for _ in sent]
-        for each in into[:CREDIT_EACH]:
-            receiver.wait(receiver.recv(each, 0, HEAD), LIMIT)
-        sender.wait(sent[-1], LIMIT)
-        for each in into[CREDIT_EACH:]:
-            receiver.wait(receiver.recv(each, 0, HEAD), LIMIT)
-        assert [int(each) for each in into] == list(range(AHEAD_MAX + 2))
 
 
 def test_a_sender_is_some_bytes_ahead_and_no_more() -> None:
@@ -244,49 +210,6 @@ def test_an_abort_wakes_all_who_wait() -> None:
         for each in waiting:
             with pytest.raises(LinkClosed, match="this rank has closed"):
                 each.result(LIMIT.total_seconds())
-
-
-def test_both_may_send_much_at_once() -> None:
-    flat = torch.arange(5_000_000).view(torch.uint8)
-    with joined() as links, ThreadPoolExecutor(2) as threads:
-        into = [torch.zeros_like(flat) for _ in links]
-
-        def swap(rank: int) -> None:
-            link = links[rank]
-            pending = [link.send(flat, 1 - rank, TAG), link.recv(into[rank], 1 - rank, TAG)]
-            for each in pending:
-                link.wait(each, LIMIT)
-
-        for each in [threads.submit(swap, rank) for rank in range(2)]:
-            each.result()
-        assert all(torch.equal(each, flat) for each in into)
-
-
-def test_what_was_begun_goes_out_while_its_rank_waits_elsewhere() -> None:
-    flat = torch.arange(2_000_000).view(torch.uint8)
-    with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
-        into = torch.zeros_like(flat)
-        waiting = threads.submit(receiver.wait, receiver.recv(into, 0, TAG), LIMIT)
-        pending = sender.send(flat, 1, TAG)
-
-        def look() -> bool:
-            sender.move()  # as the watchdog does
-            return waiting.done()
-
-        wait_until(look, "all of it")
-        waiting.result()
-        assert pending.is_over
-        assert torch.equal(into, flat)
-
-
-def test_what_had_come_before_an_abort_is_not_lost() -> None:
-    with joined() as (link, other):
-        into = room(1)
-        pending = link.recv(into, 1, TAG)
-        other.send(filled(1), 0, TAG)
-        link.abort()
-        assert is_over(link, pending)
-        assert int(into) == 7
 
 
 @pytest.mark.parametrize("across", [False, True])

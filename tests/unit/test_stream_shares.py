@@ -182,14 +182,6 @@ def test_so_many_files_wait_for_who_takes_nothing_and_no_more() -> None:
         assert last.share is not None
 
 
-def test_memory_is_not_bytes() -> None:
-    flats = members(100_000)
-    with joined() as (sender, receiver):
-        sender.send_share(Share.of(flats), flats, 1, TAG)
-        with pytest.raises(LinkClosed, match="100000 bytes for 200000"):
-            receiver.wait(receiver.recv(room(200_000), 0, TAG), LIMIT)
-
-
 def memories() -> int:
     """How many descriptors of memory to share this process has."""
     return sum("memfd" in str(each.resolve()) for each in Path("/proc/self/fd").iterdir())

@@ -1,13 +1,11 @@
 """Messages all of which come with their header, and those that may not."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from objcomm._algorithms import routes, topology
-from objcomm._algorithms.exchange import Exchange
 from objcomm._codecs.buffers import Buffer, BufferKind, readable
 from objcomm._config import Settings, secret_of
 from objcomm._transport.link import head_tag
@@ -20,10 +18,11 @@ from tests.unit.memory_link import (
     exchange_on,
     first_bytes,
     header_of,
+    linked,
     new_lane,
-    on_every_rank,
+    sent_to_rank_0,
 )
-from tests.unit.routed import content_of, expected, message_of
+from tests.unit.routed import check_pattern, content_of, message_of, run
 
 MOST_NBYTES = 2 << 20
 KINDS = (BufferKind.TENSOR, BufferKind.MEMORY, BufferKind.BYTES, BufferKind.BYTEARRAY)
@@ -93,67 +92,43 @@ def test_what_has_another_way_is_not_whole(flag: Flag) -> None:
     assert not whole(100_000, kind=BufferKind.DEVICE).is_all_head
 
 
-_ROUTES: dict[str, Callable[[Exchange, Message], Sequence[Message] | None]] = {
-    "broadcast": lambda exchange, mine: [
-        routes.broadcast(exchange, mine if exchange.rank == 1 else None, 1)
-    ],
-    "gather": lambda exchange, mine: routes.gather(exchange, mine, 1),
-    "all_gather": routes.all_gather,
-}
+_PATTERNS = ["broadcast", "gather", "all_gather"]
 
 
 def on_wide_links(
-    size: int, route: str, shape: str, hosts: Sequence[int] = ()
-) -> tuple[list[Sequence[Message] | None], list[WideLink]]:
-    """What one operation gives on each rank, and the links that it went over."""
-    wires = Wires(size, hosts)
-    links = [WideLink(wires, rank) for rank in range(size)]
-
-    def body(rank: int) -> Sequence[Message] | None:
-        exchange = exchange_on(links[rank], new_lane())
-        messages = _ROUTES[route](exchange, message_of(rank, shape))
-        exchange.finish()
-        return messages
-
-    results = on_every_rank(size, body)
-    assert wires.left_over() == 0
-    for messages in results:
-        for message in messages or ():
-            rank = message.header.sender
-            assert content_of(message) == expected(rank, shape)
-    return results, links
+    size: int, pattern: str, shape: str, hosts: Sequence[int] = ()
+) -> list[MemoryLink]:
+    """Carry one operation out; the links that it went over."""
+    links = linked(size, hosts, kind=WideLink)
+    check_pattern(pattern, links, 1, shape)
+    return links
 
 
 @pytest.mark.parametrize("shape", ["inline", "body", "buffers", "both"])
 @pytest.mark.parametrize(
-    ("size", "route"),
-    [
-        (size, route)
-        for size in (2, 3, 4)
-        for route in _ROUTES
-        if size == 2 or route != "all_gather"
-    ],
+    ("size", "pattern"),
+    [*[(size, each) for size in (2, 3, 4) for each in _PATTERNS[:2]], (2, "all_gather")],
 )
-def test_few_ranks_send_whole_messages_and_nothing_else(size: int, route: str, shape: str) -> None:
-    results, links = on_wide_links(size, route, shape)
-    assert len([each for each in results if each is not None]) == (1 if route == "gather" else size)
-    sent = [each for link in links for each in link.sent]
+def test_few_ranks_send_whole_messages_and_nothing_else(
+    size: int, pattern: str, shape: str
+) -> None:
+    sent = [each for link in on_wide_links(size, pattern, shape) for each in link.sent]
     assert {tag for _, tag in sent} == {head_tag(0)}
-    assert len(sent) == (size - 1) * (size if route == "all_gather" else 1)
+    assert len(sent) == (size - 1) * (size if pattern == "all_gather" else 1)
 
 
-@pytest.mark.parametrize("route", _ROUTES)
+@pytest.mark.parametrize("pattern", _PATTERNS)
 @pytest.mark.parametrize(("size", "hosts"), [(9, ()), (20, ()), (4, (0, 0, 1, 1)), (3, (0, 1, 2))])
 def test_many_ranks_and_many_hosts_get_the_same(
-    size: int, hosts: tuple[int, ...], route: str
+    size: int, hosts: tuple[int, ...], pattern: str
 ) -> None:
-    on_wide_links(size, route, "both", hosts)
+    on_wide_links(size, pattern, "both", hosts)
 
 
 def test_no_message_goes_to_a_host_twice() -> None:
     nbytes = message_of(1, "both").header.nbytes
     for hosts in ((0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 2), (0, 1, 1, 0)):
-        _, links = on_wide_links(len(hosts), "broadcast", "both", hosts)
+        links = on_wide_links(len(hosts), "broadcast", "both", hosts)
         crossed = sum(link.crossed_nbytes for link in links)
         assert crossed < (len(set(hosts)) - 1) * nbytes + 10_000
         is_whole = {tag for link in links for _, tag in link.sent} == {head_tag(0)}
@@ -161,23 +136,17 @@ def test_no_message_goes_to_a_host_twice() -> None:
 
 
 def test_a_gather_in_which_only_heads_are_wanted_moves_only_these() -> None:
-    wires = Wires(2)
-    links = [WideLink(wires, rank) for rank in range(2)]
-
-    def body(rank: int) -> Any:
-        exchange = exchange_on(links[rank], new_lane())
-        return routes.gather(exchange, message_of(rank, "both"), 0, max_nbytes=1000)
-
-    on_every_rank(2, body)
+    links = linked(2, kind=WideLink)
+    run(
+        links,
+        lambda each: routes.gather(each, message_of(each.rank, "both"), 0, max_nbytes=1000),
+    )
     assert [nbytes for link in links for nbytes, _ in link.sent] == [HEADER_NBYTES]
 
 
 def test_one_that_breaks_a_limit_is_refused_by_who_reads_it() -> None:
-    wires = Wires(2)
-    exchange_on(WideLink(wires, 1), new_lane()).send_head(
-        message_of(1, "both"), [0], may_be_whole=True
-    )
-    mine = exchange_on(WideLink(wires, 0), new_lane(), chosen=Settings(max_nbytes=100_000))
+    sent = {1: message_of(1, "both")}
+    mine = sent_to_rank_0(sent, kind=WideLink, chosen=Settings(max_nbytes=100_000))
     (message,) = mine.recv_heads([1])
     assert not message.buffers
     with pytest.raises(WireError, match="more than the limit of 100000"):

@@ -89,16 +89,6 @@ def test_an_operations_own_time_limit_is_not_taken_for_the_waits(
     assert caught.value is error
 
 
-@pytest.mark.parametrize("wrong", [-1, float("nan"), "soon"])
-def test_a_wait_takes_a_positive_time(begun: Callable[..., Begun], wrong: Any) -> None:
-    work = begun().end()
-    for ask in (work.wait, lambda limit: wait_all([work], limit)):
-        with pytest.raises(UsageError, match="positive"):
-            ask(wrong)
-    with pytest.raises(UsageError, match="positive"):
-        list(as_completed([work], wrong))
-
-
 def test_the_watcher_is_told_who_waits_without_end(begun: Callable[..., Begun]) -> None:
     """A thread whose wait has a limit can go on, so it is in no circle."""
     flight = begun()
