@@ -114,6 +114,17 @@ def both_call(links: list[StreamLink], monkeypatch: pytest.MonkeyPatch) -> None:
         list(threads.map(lambda link, each: link.wait(each, LIMIT), links, begun))
 
 
+def arrives(sent: Any, links: list[StreamLink], flat: torch.Tensor, tag: int = TAG) -> None:
+    """Wait on both ranks for what the first of two ranks has begun to send to the other."""
+    into = torch.zeros_like(flat)
+    coming = links[1].recv(into, links[0].rank, tag)
+    with ThreadPoolExecutor(1) as thread:
+        waited = thread.submit(links[0].wait, sent, LIMIT)
+        links[1].wait(coming, LIMIT)
+        waited.result(LIMIT.total_seconds())
+    assert torch.equal(into, flat)
+
+
 def members(*lengths: int) -> list[torch.Tensor]:
     return [filled(length, 1 + at) for at, length in enumerate(lengths)]
 

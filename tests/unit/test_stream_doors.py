@@ -18,6 +18,7 @@ from tests.open_files import open_files
 from tests.unit.stream_links import (
     LIMIT,
     TAG,
+    arrives,
     behind_doors,
     both_call,
     doors_of,
@@ -187,13 +188,7 @@ def test_a_door_where_too_many_wait_is_called_again(
             return len(calls) > 2
 
         wait_until(is_called_again, "another call")
-        word = room(9)
-        coming = links[1].recv(word, 0, TAG)
-        with ThreadPoolExecutor(1) as thread:
-            waited = thread.submit(links[0].wait, sent, LIMIT)
-            links[1].wait(coming, LIMIT)
-            waited.result()
-        assert torch.equal(word, filled(9))
+        arrives(sent, links, filled(9))
 
 
 def test_a_rank_without_descriptors_for_another_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

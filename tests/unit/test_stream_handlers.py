@@ -2,9 +2,8 @@
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import pytest
@@ -34,6 +33,27 @@ def at_next_read(link: StreamLink, handler: Callable[[], None]) -> None:
             return came
 
     connection.socket = cast("socket.socket", Interrupted(connection.socket))
+
+
+def at_next_sleep(link: StreamLink, handler: Callable[[], None]) -> None:
+    """Let a signal's handler run while the calling thread sleeps in the link."""
+    events = link._mover.events  # noqa: SLF001  # where it sleeps
+
+    class Interrupted:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(events, name)
+
+        def poll(self, seconds: float) -> list[tuple[int, int]]:
+            link._mover.events = events  # noqa: SLF001  # once
+            handler()
+            return events.poll(seconds)  # Python goes on with it when a handler returns
+
+    link._mover.events = Interrupted()  # type: ignore[assignment]  # noqa: SLF001  # as long as the link sleeps
+
+
+def interrupt() -> None:
+    """A handler of Ctrl-C."""
+    raise KeyboardInterrupt
 
 
 def test_a_handler_that_closes_what_it_has_interrupted_does_not_wait_for_it() -> None:
@@ -78,13 +98,9 @@ def test_a_handler_can_not_use_what_it_has_interrupted_and_is_told() -> None:
 
 def test_a_handler_that_raises_in_the_middle_of_a_message_ends_its_connection() -> None:
     """What follows would be taken for something else."""
-
-    def handler() -> None:
-        raise KeyboardInterrupt
-
     with joined() as (link, other):
         pending = link.recv(room(1), 1, TAG)
-        at_next_read(link, handler)
+        at_next_read(link, interrupt)
         other.send(filled(1), 0, TAG)
         with pytest.raises(KeyboardInterrupt):
             link.wait(pending, LIMIT)
@@ -98,20 +114,13 @@ def test_a_handler_may_wait_while_the_wait_that_it_has_interrupted_sleeps() -> N
     into = [room(1), room(1)]
     with joined() as (link, other):
         first, second = [link.recv(each, 1, TAG + at) for at, each in enumerate(into)]
-        events = link._mover.events  # noqa: SLF001  # where it sleeps
 
-        class Interrupted:
-            def __getattr__(self, name: str) -> Any:
-                return getattr(events, name)
+        def handler() -> None:
+            for tag in (TAG, TAG + 1):
+                other.send(filled(1), 0, tag)
+            link.wait(second, LIMIT)
 
-            def poll(self, seconds: float) -> list[tuple[int, int]]:
-                link._mover.events = events  # noqa: SLF001  # once
-                for tag in (TAG, TAG + 1):
-                    other.send(filled(1), 0, tag)
-                link.wait(second, LIMIT)
-                return events.poll(seconds)  # Python goes on with it when a handler returns
-
-        link._mover.events = Interrupted()  # type: ignore[assignment]  # noqa: SLF001  # stands in for it
+        at_next_sleep(link, handler)
         link.wait(first, LIMIT)
         assert [int(each) for each in into] == [7, 7]
 
@@ -138,33 +147,12 @@ def test_who_asks_does_not_wait_for_a_handler_on_another_thread() -> None:
 
 
 def test_an_interrupted_wait_leaves_the_message_to_the_next_one() -> None:
-    with joined() as (link, other), interrupting(link), suppress(KeyboardInterrupt):
-        into = room(1)
-        pending = link.recv(into, 1, TAG)
-        link.wait(pending, LIMIT)
     with joined() as (link, other):
         into = room(1)
         pending = link.recv(into, 1, TAG)
-        with interrupting(link), pytest.raises(KeyboardInterrupt):
+        at_next_sleep(link, interrupt)
+        with pytest.raises(KeyboardInterrupt):
             link.wait(pending, LIMIT)
         other.send(filled(1), 0, TAG)
         link.wait(pending, LIMIT)
         assert int(into) == 7
-
-
-@contextmanager
-def interrupting(link: StreamLink) -> Iterator[None]:
-    """Ctrl-C while the calling thread sleeps in the link."""
-    events = link._mover.events  # noqa: SLF001  # where it sleeps
-
-    class Interrupted:
-        def __getattr__(self, name: str) -> Callable[..., object]:
-            found: Callable[..., object] = getattr(events, name)
-            return found
-
-        def poll(self, *_: object) -> object:
-            link._mover.events = events  # noqa: SLF001  # once
-            raise KeyboardInterrupt
-
-    link._mover.events = Interrupted()  # type: ignore[assignment]  # noqa: SLF001  # stands in for it
-    yield

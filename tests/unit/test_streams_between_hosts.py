@@ -21,6 +21,7 @@ from tests.unit.stream_links import (
     HEAD,
     LIMIT,
     TAG,
+    arrives,
     behind_doors,
     both_call,
     doors_of,
@@ -55,13 +56,8 @@ def test_nothing_but_a_word_goes_to_who_has_not_proved_who_it_is() -> None:
 
 
 def test_what_has_waited_for_a_proof_goes_out_then() -> None:
-    with behind_doors(across=True) as links, ThreadPoolExecutor(1) as thread:
-        sent = links[0].send(filled(9), 1, HEAD)
-        waited = thread.submit(links[0].wait, sent, LIMIT)
-        word = room(9)
-        links[1].wait(links[1].recv(word, 0, HEAD), LIMIT)
-        waited.result(PATIENCE_S)
-        assert torch.equal(word, filled(9))
+    with behind_doors(across=True) as links:
+        arrives(links[0].send(filled(9), 1, HEAD), links, filled(9), HEAD)
 
 
 @pytest.mark.parametrize("is_near", [False, True])
@@ -166,12 +162,7 @@ def test_a_call_that_fails_by_an_outage_is_made_again(monkeypatch: pytest.Monkey
         sent = links[0].send(filled(9), 1, TAG)
         assert not links[0].closed()
         wait_until(lambda: moved(links[0], lambda: not links[0]._connections[1].is_to_call), "it")  # noqa: SLF001  # nothing else tells
-        word = room(9)
-        with ThreadPoolExecutor(1) as thread:
-            waited = thread.submit(links[0].wait, sent, LIMIT)
-            links[1].wait(links[1].recv(word, 0, TAG), LIMIT)
-            waited.result(PATIENCE_S)
-        assert torch.equal(word, filled(9))
+        arrives(sent, links, filled(9))
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, link: StreamLink, number: int, times: int) -> None:
@@ -225,14 +216,7 @@ def test_a_call_that_does_not_get_through_gives_way_to_the_other_ranks(
             return end, doors.word_to(peer), ""
 
         monkeypatch.setattr(doors, "call", call)
-        sent = links[0].send(filled(9), 1, TAG)
-        word = room(9)
-        coming = links[1].recv(word, 0, TAG)
-        with ThreadPoolExecutor(1) as thread:
-            waited = thread.submit(links[0].wait, sent, LIMIT)
-            links[1].wait(coming, LIMIT)
-            waited.result(PATIENCE_S)
-        assert torch.equal(word, filled(9))
+        arrives(links[0].send(filled(9), 1, TAG), links, filled(9))
         for each in fillers:
             each.close()
 
@@ -247,12 +231,7 @@ def test_a_stranger_that_resets_its_connection_is_sent_away() -> None:
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             stranger.close()
             links[0].move()
-        word = room(9)
-        with ThreadPoolExecutor(1) as thread:
-            waited = thread.submit(links[0].wait, links[0].recv(word, 1, TAG), LIMIT)
-            links[1].wait(links[1].send(filled(9), 0, TAG), LIMIT)
-            waited.result(PATIENCE_S)
-        assert torch.equal(word, filled(9))
+        arrives(links[1].send(filled(9), 0, TAG), links[::-1], filled(9))
 
 
 class _Unreachable(socket.socket):
@@ -281,13 +260,8 @@ def test_a_call_that_the_system_gives_up_is_made_again(monkeypatch: pytest.Monke
         sent = links[0].send(filled(9), 1, TAG)
         links[0].move()
         assert not links[0].closed()
-        word = room(9)
-        with ThreadPoolExecutor(1) as thread:
-            wait_until(lambda: moved(links[0], lambda: len(calls) > 1), "another call")
-            waited = thread.submit(links[0].wait, sent, LIMIT)
-            links[1].wait(links[1].recv(word, 0, TAG), LIMIT)
-            waited.result(PATIENCE_S)
-        assert torch.equal(word, filled(9))
+        wait_until(lambda: moved(links[0], lambda: len(calls) > 1), "another call")
+        arrives(sent, links, filled(9))
 
 
 @pytest.mark.parametrize(
