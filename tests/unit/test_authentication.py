@@ -27,8 +27,8 @@ from tests.unit.memory_link import (
     exchange_on,
     header_of,
     new_lane,
-    on_every_rank,
 )
+from tests.unit.routed import brought, run
 
 KEY = "correct horse battery staple"
 KEYED = Settings(secret=secret_of(KEY))
@@ -146,45 +146,45 @@ def test_a_message_counts_once() -> None:
     receiving.open(sending.gate.head_of(message_of(sending)), 1)
 
 
-def test_a_message_of_an_earlier_call_is_old_and_not_out_of_step() -> None:
-    mesh = Settings(secret=secret_of(KEY + "of a mesh of its own"))
-    old, first, _ = pair(mesh, mesh)
-    heads = [old.gate.head_of(message_of(old)) for _ in range(2)]
+def mesh_of_its_own(name: str) -> Settings:
+    """A key that no other test has used: numbers of messages count for a mesh."""
+    return Settings(secret=secret_of(f"{KEY} {name}"))
+
+
+def next_call(wires: Wires, mesh: Settings, sequence: int = 1) -> Exchange:
+    """Rank 0 in a later call."""
+    return exchange_on(MemoryLink(wires, 0), new_lane(), chosen=mesh, sequence=sequence)
+
+
+@pytest.mark.parametrize("has_next_begun", [False, True])
+def test_a_message_of_an_earlier_call_is_old_and_not_out_of_step(*, has_next_begun: bool) -> None:
+    mesh = mesh_of_its_own(f"earlier {has_next_begun}")
+    old, first, wires = pair(mesh, mesh)
+    heads = [old.gate.head_of(message_of(old)) for _ in range(1 + has_next_begun)]
     for head in heads:
         first.open(head, 1)
-    sending, _, wires = pair(mesh, mesh, sequence=1)
-    later = exchange_on(MemoryLink(wires, 0), new_lane(), chosen=mesh, sequence=1)
-    later.open(sending.gate.head_of(message_of(sending)), 1)
+    later = next_call(wires, mesh)
+    if has_next_begun:  # whose messages have numbers as well, but not that of the second
+        sending, _, _ = pair(mesh, mesh, sequence=1)
+        later.open(sending.gate.head_of(message_of(sending)), 1)
     with pytest.raises(AuthenticationError, match="an old message came again"):
-        later.open(heads[1], 1)  # the other call has none of its number
-
-
-def test_a_message_of_the_call_just_before_is_old_and_not_out_of_step() -> None:
-    mesh = Settings(secret=secret_of(KEY + "of a third mesh"))
-    sending, first, wires = pair(mesh, mesh)
-    head = sending.gate.head_of(message_of(sending))
-    first.open(head, 1)
-    next_one = exchange_on(MemoryLink(wires, 0), new_lane(), chosen=mesh, sequence=1)
-    with pytest.raises(AuthenticationError, match="an old message came again"):
-        next_one.open(head, 1)
+        later.open(heads[-1], 1)
 
 
 @pytest.mark.parametrize("sequence", [0, 1])
 def test_a_message_that_comes_back_to_its_maker_is_no_other_ranks(sequence: int) -> None:
-    mesh = Settings(secret=secret_of(KEY + "of a fourth mesh"))
+    mesh = mesh_of_its_own(f"back {sequence}")
     _, mine, wires = pair(mesh, mesh)
     head = mine.gate.head_of(message_of(mine))
-    later = exchange_on(MemoryLink(wires, 0), new_lane(), chosen=mesh, sequence=sequence)
     with pytest.raises(AuthenticationError, match="this rank's own message came back"):
-        later.open(head, 1)
+        next_call(wires, mesh, sequence).open(head, 1)
 
 
 def test_a_rank_that_made_one_call_fewer_is_out_of_step_and_no_forger() -> None:
-    mesh = Settings(secret=secret_of(KEY + "of another mesh"))
+    mesh = mesh_of_its_own("fewer")
     behind, _, wires = pair(mesh, mesh)
-    ahead = exchange_on(MemoryLink(wires, 0), new_lane(), chosen=mesh, sequence=1)
     with pytest.raises(DesyncError, match="other calls"):
-        ahead.open(behind.gate.head_of(message_of(behind)), 1)
+        next_call(wires, mesh).open(behind.gate.head_of(message_of(behind)), 1)
 
 
 def test_a_message_of_another_mesh_proves_nothing() -> None:
@@ -214,26 +214,21 @@ def test_a_contribution_is_no_acknowledgement() -> None:
 @pytest.mark.parametrize("size", [2, 3, 9, 25])
 @pytest.mark.parametrize("is_large", [False, True], ids=["inline", "large"])
 def test_every_route_carries_signatures(size: int, *, is_large: bool) -> None:
-    wires = Wires(size)
-    mesh = Settings(secret=secret_of(f"{KEY} {size} {is_large}"))
-
-    def body(rank: int) -> list[bytes]:
-        exchange = exchange_on(MemoryLink(wires, rank), new_lane(), chosen=mesh)
-        mine = message_of(exchange, is_large=is_large)
-        shared = routes.broadcast(exchange, mine if rank == 1 else None, 1)
-        all_of_them = routes.all_gather(exchange, mine)
-        each = [message_of(exchange, is_large=is_large) for _ in range(size)]
-        scattered = routes.scatter(exchange, each if rank == 1 else None, 1)
-        gathered = routes.gather(exchange, mine, size - 1) or []
+    def body(exchange: Exchange) -> None:
+        for pattern, root in (
+            ("broadcast", 1),
+            ("scatter", 1),
+            ("gather", size - 1),
+            ("all_gather", 0),
+        ):
+            for message in brought(
+                pattern, exchange, root, lambda _: message_of(exchange, is_large=is_large)
+            ):
+                message.check()
+                assert bytes(message.meta) == b"content"
         routes.all_meet(exchange, compose(exchange.header._replace(status=Status.TREE), b""))
-        got = [shared, *all_of_them, scattered, *gathered]
-        for message in got:
-            message.check()
-        return [bytes(message.meta) for message in got]
 
-    for got in on_every_rank(size, body):
-        assert set(got) == {b"content"}
-    assert wires.left_over() == 0
+    run(size, body, chosen=mesh_of_its_own(f"{size} {is_large}"))
 
 
 def test_bytes_without_a_group_are_signed() -> None:

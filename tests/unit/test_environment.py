@@ -211,37 +211,27 @@ def test_what_is_no_list_of_hosts_is_refused(hosts: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "environ", "cores", "quota"),
+    ("has_own", "ranks", "environ", "cores", "quota"),
     [
-        (2, {}, 2, "max 100000"),
-        (2, {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4, "max 100000"),
-        (2, {"LOCAL_WORLD_SIZE": "many"}, 2, "max 100000"),
-        (2, {}, 64, "200000 100000"),
-        (2, {}, 2, ""),  # an empty file
+        (True, 2, {}, 2, "max 100000"),
+        (True, 2, {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4, "max 100000"),
+        (True, 2, {"LOCAL_WORLD_SIZE": "many"}, 2, "max 100000"),
+        (True, 2, {}, 64, "200000 100000"),
+        (True, 2, {}, 2, ""),  # an empty file
+        (False, 3, {}, 2, "max 100000"),
+        (False, 2, {"LOCAL_WORLD_SIZE": "4"}, 2, "max 100000"),  # a group of some of this host's
+        (False, 2, {}, 64, "150000 100000"),  # a container's share of 64 cores
     ],
 )
-def test_each_rank_has_a_core(
-    ranks: int, environ: dict[str, str], cores: int, quota: str, monkeypatch: pytest.MonkeyPatch
+def test_whether_each_rank_has_a_core(
+    ranks: int,
+    environ: dict[str, str],
+    cores: int,
+    quota: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    has_own: bool,
 ) -> None:
-    _let_there_be(cores, quota, monkeypatch)
-    assert has_own_core(ranks, environ)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "environ", "cores", "quota"),
-    [
-        (3, {}, 2, "max 100000"),
-        (2, {"LOCAL_WORLD_SIZE": "4"}, 2, "max 100000"),  # a group of some of this host's ranks
-        (2, {}, 64, "150000 100000"),  # a container's share of 64 cores
-    ],
-)
-def test_ranks_share_cores(
-    ranks: int, environ: dict[str, str], cores: int, quota: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _let_there_be(cores, quota, monkeypatch)
-    assert not has_own_core(ranks, environ)
-
-
-def _let_there_be(cores: int, quota: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(Path, "read_text", lambda _: quota)
+    assert has_own_core(ranks, environ) is has_own

@@ -13,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objcomm._algorithms import tensor_reduction
+from objcomm._algorithms.exchange import Exchange
 from objcomm._algorithms.parts import Part, Piece, batches
 from objcomm._collectives.reduction import operators
 from objcomm._transport.link import result_tag
 from objcomm._transport.share import Share
-from tests.unit.memory_link import MemoryLink, Wires, exchange_on, new_lane, on_every_rank
+from tests.unit.memory_link import exchange_on, linked, new_lane, on_every_rank
+from tests.unit.routed import run
 
 NUMELS = [0, 1, 5, 20_000, 40_000, 200_001, 3, 700_000]
 
@@ -66,20 +68,17 @@ def test_every_part_is_combined_whoever_has_it(
 ) -> None:
     everyone = tuple(range(size))
     presents = [everyone, (size - 1,), everyone[::2], everyone]
-    wires = Wires(size, sharing=sharing)
 
-    def on_rank(rank: int) -> list[Part]:
-        exchange = exchange_on(MemoryLink(wires, rank), new_lane())
-        is_taker = root in {None, rank}
+    def body(exchange: Exchange) -> list[Part]:
+        is_taker = root in {None, exchange.rank}
         parts = [
-            part(rank, numel, presents[at % 4], is_taker=is_taker)
+            part(exchange.rank, numel, presents[at % 4], is_taker=is_taker)
             for at, numel in enumerate(NUMELS)
         ]
         tensor_reduction.reduce_tensors(exchange, parts, root)
-        exchange.finish()
         return parts
 
-    on_ranks = on_every_rank(size, on_rank)
+    on_ranks = run(size, body, sharing=sharing)
     for at, numel in enumerate(NUMELS):
         present = presents[at % 4]
         want = combined(present, numel)
@@ -88,22 +87,19 @@ def test_every_part_is_combined_whoever_has_it(
                 assert torch.equal(parts[at].result, want), (rank, numel)
             if parts[at].operand is not None:
                 assert torch.equal(parts[at].operand, as_made(rank, numel))
-    assert wires.left_over() == 0
+
+
+def reduced(numel: int, exchange: Exchange) -> Part:
+    """What one rank of several has of a tensor that all combine."""
+    mine = part(exchange.rank, numel, tuple(range(exchange.size)), is_taker=True)
+    tensor_reduction.reduce_tensors(exchange, [mine], None)
+    return mine
 
 
 def test_the_work_is_divided_and_no_byte_goes_twice() -> None:
-    size, numel = 4, 1_000_000
-    wires = Wires(size)
-    links = [MemoryLink(wires, rank) for rank in range(size)]
-
-    def on_rank(rank: int) -> None:
-        exchange = exchange_on(links[rank], new_lane())
-        parts = [part(rank, numel, tuple(range(size)), is_taker=True)]
-        tensor_reduction.reduce_tensors(exchange, parts, None)
-        exchange.finish()
-
-    on_every_rank(size, on_rank)
-    nbytes = numel * 4
+    size, nbytes = 4, 4_000_000
+    links = linked(size)
+    run(links, functools.partial(reduced, nbytes // 4))
     for link in links:
         sent = sum(count for count, _ in link.sent)
         results = sum(count for count, tag in link.sent if tag == result_tag(0, 0))
@@ -113,37 +109,26 @@ def test_the_work_is_divided_and_no_byte_goes_twice() -> None:
 
 def test_ranks_of_one_host_send_each_other_words_only() -> None:
     size = 3
-    wires = Wires(size, sharing=(0,))
-    links = [MemoryLink(wires, rank) for rank in range(size)]
+    links = linked(size, sharing=(0,))
 
     def on_rank(rank: int) -> tuple[int, int]:
         lane = new_lane()
         for _ in range(2):
             exchange = exchange_on(links[rank], lane)
-            parts = [part(rank, 1_000_000, tuple(range(size)), is_taker=True)]
-            tensor_reduction.reduce_tensors(exchange, parts, None)
+            reduced(1_000_000, exchange)
             exchange.finish()
         return exchange.entry.sent_nbytes, exchange.entry.received_nbytes
 
     costs = on_every_rank(size, on_rank)
     assert all(count == 1 for link in links for count, _ in link.sent)
     assert sum(sent for sent, _ in costs) > 4_000_000 * (size - 1)  # it counts what others read
-    assert wires.left_over() == 0
+    assert links[0].wires.left_over() == 0
 
 
 @pytest.mark.parametrize("step", ["fixed", "common"])
 def test_where_one_rank_has_no_memory_to_share_all_send(step: str) -> None:
     """Or has no room to see the others'."""
-    wires = Wires(3, sharing=(0,))
-    links = [MemoryLink(wires, rank) for rank in range(3)]
-
-    def on_rank(rank: int) -> Part:
-        exchange = exchange_on(links[rank], new_lane())
-        mine = part(rank, 1_000_000, (0, 1, 2), is_taker=True)
-        tensor_reduction.reduce_tensors(exchange, [mine], None)
-        exchange.finish()
-        return mine
-
+    links = linked(3, sharing=(0,))
     original = getattr(Share, step)
 
     def refused(*given: Any, **options: Any) -> Any:
@@ -153,7 +138,7 @@ def test_where_one_rank_has_no_memory_to_share_all_send(step: str) -> None:
 
     calls = itertools.count()
     with mock.patch.object(Share, step, refused):
-        on_ranks = on_every_rank(3, on_rank)
+        on_ranks = run(links, functools.partial(reduced, 1_000_000))
     want = combined(range(3), 1_000_000)
     assert all(each.result is not None and torch.equal(each.result, want) for each in on_ranks)
     assert sum(count for count, _ in links[0].sent) > 1_000_000
@@ -161,7 +146,7 @@ def test_where_one_rank_has_no_memory_to_share_all_send(step: str) -> None:
 
 def test_nobody_goes_on_before_all_have_their_results() -> None:
     """The next call writes where they are read."""
-    wires = Wires(2, sharing=(0,))
+    links = linked(2, sharing=(0,))
     has_gone_on = threading.Event()
     unpack = Piece.unpack
 
@@ -172,9 +157,8 @@ def test_nobody_goes_on_before_all_have_their_results() -> None:
 
     def on_rank(rank: int) -> None:
         threading.current_thread().name = "slow" if rank else "fast"
-        exchange = exchange_on(MemoryLink(wires, rank), new_lane())
-        mine = part(rank, 300_000, (0, 1), is_taker=True)
-        tensor_reduction.reduce_tensors(exchange, [mine], None)
+        exchange = exchange_on(links[rank], new_lane())
+        reduced(300_000, exchange)
         exchange.finish()
         if rank == 0:
             has_gone_on.set()
@@ -219,12 +203,9 @@ def test_batches_have_every_element_once_and_room_for_their_pieces(
 
 
 def test_nothing_travels_for_nothing() -> None:
-    wires = Wires(2)
-    link = MemoryLink(wires, 0)
-    exchange = exchange_on(link, new_lane())
-    tensor_reduction.reduce_tensors(exchange, [part(0, 0, (0, 1), is_taker=True)], None)
-    exchange.finish()
-    assert link.sent == []
+    links = linked(2)
+    run(links, functools.partial(reduced, 0))
+    assert [link.sent for link in links] == [[], []]
 
 
 @pytest.mark.parametrize("dtype", sorted(operators.DTYPES, key=str), ids=str)

@@ -43,6 +43,12 @@ def met(store: dist.Store, hosts: list[str], attempts: list[MeetingState]) -> li
         return list(ranks.map(attend, range(len(hosts))))
 
 
+def attend(store: dist.Store, rank: int, attempts: list[MeetingState]) -> tuple[int, ...]:
+    """One rank's meeting, on a host of its own."""
+    _here.name = "abcd"[rank]
+    return meet(store, rank, len(attempts), attempts[rank]).hosts
+
+
 @contextlib.contextmanager
 def attempts(size: int) -> Iterator[list[MeetingState]]:
     """One for each rank; they are given up when that takes too long."""
@@ -130,17 +136,11 @@ def test_a_guest_whose_hello_was_removed_says_it_again(monkeypatch: pytest.Monke
     store = dist.HashStore()
     ours = dist.PrefixStore("objcomm", store)
     with attempts(2) as progress, ThreadPoolExecutor(1) as guest:
-
-        def attend() -> tuple[int, ...]:
-            _here.name = "b"
-            return meet(store, 1, 2, progress[1]).hosts
-
-        told = guest.submit(attend)
+        told = guest.submit(attend, store, 1, progress)
         for _ in range(2):
             wait_until(lambda: hellos(ours), "the guest")
             ours.delete_key("hellos")
-        _here.name = "a"
-        assert meet(store, 0, 2, progress[0]).hosts == (0, 1) == told.result(_LIMIT_S)
+        assert attend(store, 0, progress) == (0, 1) == told.result(_LIMIT_S)
 
 
 def test_what_several_add_to_a_file_at_once_is_all_there_though_it_is_removed_meanwhile(
@@ -183,15 +183,9 @@ def test_a_hello_of_an_attempt_before_that_comes_late_does_not_hide_the_new_one(
     late = Late(daemon=True)
     late.start()
     with attempts(2) as progress, ThreadPoolExecutor(1) as guest:
-        _here.name = "a"
-
-        def attend() -> tuple[int, ...]:
-            _here.name = "b"
-            return meet(store, 1, 2, progress[1]).hosts
-
-        told = guest.submit(attend)
+        told = guest.submit(attend, store, 1, progress)
         late.join(_LIMIT_S)
-        assert meet(store, 0, 2, progress[0]).hosts == (0, 1) == told.result(_LIMIT_S)
+        assert attend(store, 0, progress) == (0, 1) == told.result(_LIMIT_S)
     assert progress[0].session == progress[1].session != ""
 
 
@@ -207,12 +201,7 @@ def test_a_guest_that_leaves_with_a_word_takes_the_others_along() -> None:
     store = dist.HashStore()
     ours = dist.PrefixStore("objcomm", store)
     with attempts(4) as progress, ThreadPoolExecutor(3) as guests:
-
-        def attend(rank: int) -> None:
-            _here.name = "a"
-            meet(store, rank, 4, progress[rank])
-
-        left = [guests.submit(attend, rank) for rank in (1, 2, 3)]
+        left = [guests.submit(attend, store, rank, progress) for rank in (1, 2, 3)]
         wait_until(lambda: len(hellos(ours)) == 3, "the guests")
         progress[1].parting = b"\xffword"
         progress[1].is_over = True
@@ -240,14 +229,9 @@ def test_where_the_host_has_come_a_guest_that_leaves_takes_nobody_along() -> Non
     def number_of(rank: int) -> str:
         return next(number for peer, number, *_ in hellos(ours) if peer == str(rank))
 
-    leaving = Leaving(1, (0, 1, 2))
     with attempts(3) as progress, ThreadPoolExecutor(2) as guests:
-
-        def attend(rank: int, state: MeetingState) -> None:
-            _here.name = "a"
-            meet(store, rank, 3, state)
-
-        left = [guests.submit(attend, 1, leaving), guests.submit(attend, 2, progress[2])]
+        progress[1] = Leaving(1, (0, 1, 2))
+        left = [guests.submit(attend, store, rank, progress) for rank in (1, 2)]
         wait_until(lambda: len(hellos(ours)) == 2, "the guests")
         for rank in (2, 1):
             ours.set(f"welcome/{number_of(rank)}", "the host's nonce")
@@ -298,17 +282,11 @@ def test_a_late_hello_of_an_attempt_before_does_not_take_the_place_of_who_joins(
             ours.append("hellos", f"1 {late} c -\n")  # type: ignore[attr-defined]  # not in torch's stub
             wait_until(lambda: ours.check([f"welcome/{late}"]), "its answer")
 
-    guests = HeldUp(1, (0, 1))
     with attempts(2) as progress, ThreadPoolExecutor(1) as guest:
-        _here.name = "b"
-
-        def attend() -> tuple[int, ...]:
-            _here.name = "b"
-            return meet(store, 1, 2, guests).hosts
-
-        told = guest.submit(attend)
-        assert meet(store, 0, 2, progress[0]).hosts == (0, 0) == told.result(_LIMIT_S)
-    assert progress[0].session == guests.session != ""
+        progress[1] = HeldUp(1, (0, 1))
+        told = guest.submit(attend, store, 1, progress)
+        assert attend(store, 0, progress) == (0, 1) == told.result(_LIMIT_S)
+    assert progress[0].session == progress[1].session != ""
 
 
 @pytest.mark.parametrize("is_forged", [False, True], ids=["the old words", "with the new number"])
@@ -343,53 +321,36 @@ def test_an_answer_of_an_earlier_meeting_gives_no_guest_that_meetings_session(
     assert progress.session != old[0].session
 
 
-def test_who_has_joined_under_a_number_that_was_never_answered_is_no_rank() -> None:
-    store = dist.HashStore()
+def refused(size: int, rank: int, say: Callable[[dist.Store, MeetingState], None]) -> None:
+    """What a stranger, or another program, says to a rank in the store is told as that."""
+    store, progress = dist.HashStore(), MeetingState(rank, tuple(range(size)))
     ours = dist.PrefixStore("objcomm", store)
-    progress = MeetingState(0, (0, 1))
-    _here.name = "a"
-
-    def join() -> None:
-        wait_until(lambda: progress.nonce, "the host")
-        ours.set(f"joined/{progress.nonce}", "1 a_number\n")
-
-    with ThreadPoolExecutor(1) as stranger:
-        stranger.submit(join)
-        with pytest.raises(WireError, match="no rank of objcomm wrote"):
-            meet(store, 0, 2, progress)
-
-
-@pytest.mark.parametrize("word", [b"\xff\xfe", b"no numbers", b"0/n", b"0/n x/{}", b"0/n 1/{} 2/n"])
-def test_what_no_rank_wrote_is_told_as_that(word: bytes) -> None:
-    """Another program uses the same store, or its content was damaged."""
-    store = dist.HashStore()
-    progress = MeetingState(1, (0, 1))
     _here.name = "a"
 
     def answer() -> None:
-        ours = dist.PrefixStore("objcomm", store)
-        wait_until(lambda: hellos(ours), "the guest")
-        number = hellos(ours)[0][1]
-        ours.set(f"welcome/{number}", "n")
-        ours.set("go/n", word.replace(b"{}", number.encode()))  # type: ignore[arg-type]  # torch takes bytes as well
-
-    with ThreadPoolExecutor(1) as host:
-        host.submit(answer)
-        with pytest.raises(WireError, match="no rank of objcomm wrote"):
-            meet(store, 1, 2, progress)
-
-
-def test_a_damaged_word_of_a_guest_that_has_left_is_told_as_that() -> None:
-    store = dist.HashStore()
-    progress = MeetingState(1, (0, 1, 2))
-    _here.name = "a"
-
-    def answer() -> None:
-        ours = dist.PrefixStore("objcomm", store)
-        wait_until(lambda: hellos(ours), "the guest")
-        ours.set(f"welcome/{hellos(ours)[0][1]}", "given up, but not in hexadecimal digits")
+        wait_until(lambda: hellos(ours) if rank else progress.nonce, "the rank")
+        say(ours, progress)
 
     with ThreadPoolExecutor(1) as stranger:
         stranger.submit(answer)
         with pytest.raises(WireError, match="no rank of objcomm wrote"):
-            meet(store, 1, 3, progress)
+            meet(store, rank, size, progress)
+
+
+def test_who_has_joined_under_a_number_that_was_never_answered_is_no_rank() -> None:
+    refused(2, 0, lambda ours, host: ours.set(f"joined/{host.nonce}", "1 a_number\n"))
+
+
+@pytest.mark.parametrize("word", [b"\xff\xfe", b"no numbers", b"0/n", b"0/n x/{}", b"0/n 1/{} 2/n"])
+def test_what_no_rank_wrote_is_told_as_that(word: bytes) -> None:
+    def answer(ours: dist.Store, _: MeetingState) -> None:
+        number = hellos(ours)[0][1]
+        ours.set(f"welcome/{number}", "n")
+        ours.set("go/n", word.replace(b"{}", number.encode()))  # type: ignore[arg-type]  # torch takes bytes as well
+
+    refused(2, 1, answer)
+
+
+def test_a_damaged_word_of_a_guest_that_has_left_is_told_as_that() -> None:
+    damaged = "given up, but not in hexadecimal digits"
+    refused(3, 1, lambda ours, _: ours.set(f"welcome/{hellos(ours)[0][1]}", damaged))
