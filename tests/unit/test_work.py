@@ -179,20 +179,6 @@ def test_a_forked_process_takes_its_parents_error_for_itself_alone() -> None:
     assert told == ["heard"]
 
 
-def test_many_threads_wait_for_one_work(begun: Callable[..., Begun]) -> None:
-    flight = begun("shared")
-    got: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: got.append(flight.work.wait(LIMIT_S))) for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    flight.may_end.set()
-    for thread in threads:
-        thread.join()
-    assert got == ["shared"] * 8
-
-
 def test_the_body_runs_with_the_context_of_the_call() -> None:
     setting: contextvars.ContextVar[str] = contextvars.ContextVar("setting", default="unset")
     line = SerialExecutor("test line")

@@ -75,21 +75,6 @@ def test_wait_all_gives_up_at_its_limit(begun: Callable[..., Begun]) -> None:
     assert wait_all([flight.work for flight in flights], LIMIT_S) == [0, 1, 2]
 
 
-def test_works_are_awaitable_together_with_coroutines(begun: Callable[..., Begun]) -> None:
-    flights = [begun(number) for number in range(3)]
-
-    async def end_them() -> str:
-        await asyncio.sleep(0.01)
-        for flight in reversed(flights):
-            flight.may_end.set()
-        return "told"
-
-    async def main() -> list[Any]:
-        return await asyncio.gather(*[flight.work for flight in flights], end_them())
-
-    assert asyncio.run(main()) == [0, 1, 2, "told"]
-
-
 def test_an_error_is_raised_where_it_is_awaited(begun: Callable[..., Begun]) -> None:
     error = objcomm.TransportTimeout("gather", (1,), 3.0)
     flight = begun(error)
