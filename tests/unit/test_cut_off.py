@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from objcomm._failures import losses
+from tests.unit.whereabouts import board_like, mesh_like
 
 
 class _Waiting:
@@ -24,25 +25,15 @@ class _Waiting:
         self._asked = itertools.count(1)
         seconds = itertools.count(1000.0, 1.0)
         monkeypatch.setattr(losses, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
-        self._board: Any = SimpleNamespace(
-            look=lambda _: None, read=lambda _, asked: self.answered >= asked or None
-        )
+        self._board = board_like(read=lambda _, asked: self.answered >= asked or None)
         self.called: list[int] = []
         link = SimpleNamespace(
             call=self.called.append,
             is_closed=lambda peer: peer == 2 and self.is_lost,
             is_out_of_reach=lambda _: self.is_out_of_reach,
         )
-        processes = SimpleNamespace(is_beside=lambda _: False)
-        shared = {
-            "ranks": (0, 1, 2),
-            "others": (1, 2),
-            "verdict": None,
-            "nonce": "",
-            "board_thread": SimpleNamespace(processes=processes),
-        }
-        self._world: Any = SimpleNamespace(**shared, link=link, is_world=True)
-        self._mesh: Any = SimpleNamespace(**shared, link=None, is_world=False)
+        self._world = mesh_like(*(0, 1, 2), others=(1, 2), link=link, is_world=True)
+        self._mesh = mesh_like(*(0, 1, 2), others=(1, 2))
         self._entry: Any = SimpleNamespace(unanswered=None, first_asked=1, awaits=1)
 
     def dead_after(self, looks: int) -> int | None:

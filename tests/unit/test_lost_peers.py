@@ -2,18 +2,17 @@
 
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from objcomm._failures.liveness import Processes
 from objcomm._failures.losses import by_name_here, local
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._transport.link import LinkClosed
 from objcomm._wire.message import compose
 from objcomm.errors import TransportError, TransportTimeout
 from tests.unit.memory_link import Arrival, MemoryLink, header_of, sent_to_rank_0
+from tests.unit.whereabouts import mesh_like
 
 
 class _Lost(Arrival):
@@ -55,17 +54,8 @@ def test_a_limit_that_passes_as_a_death_is_noticed_blames_nobody_else(
     cause: Cause, ranks: tuple[int, ...]
 ) -> None:
     """Without a store a rank adds what its own wait has missed, if a limit is all there is."""
-    processes = Processes()
     link = SimpleNamespace(closed_by=lambda: [2])
-    board_thread = SimpleNamespace(processes=processes)
-    mesh: Any = SimpleNamespace(
-        ranks=(0, 1, 2),
-        others=(1, 2),
-        number=0,
-        board_thread=board_thread,
-        link=link,
-        blamed_by=lambda _: (),
-    )
+    mesh = mesh_like(*(0, 1, 2), others=(1, 2), link=link, blamed_by=lambda _: ())
     verdict = Verdict.of(cause, ranks=(2,), reason="its process has ended", is_store_silent=True)
     assert local(mesh, verdict, TransportTimeout("all_gather", (1,), 1.0)).ranks == ranks
 
@@ -73,11 +63,9 @@ def test_a_limit_that_passes_as_a_death_is_noticed_blames_nobody_else(
 @pytest.mark.parametrize("cause", [Cause.LEFT, Cause.LOST])
 def test_who_leaves_by_itself_is_told_in_its_own_words(cause: Cause) -> None:
     """That it lives, or has given up, is guessed of one whose connections were closed silently."""
-    processes = Processes()
-    processes.note(0, processes.own)
-    board_thread = SimpleNamespace(processes=processes)
-    mesh: Any = SimpleNamespace(ranks=(0, 1), others=(0,), number=0, board_thread=board_thread)
-    reason = "its program ended with ValueError: boo"
+    mesh = mesh_like(0, 1)
+    mesh.board_thread.processes.note(0, mesh.board_thread.processes.own)
+    reason = "its program ended by ValueError: boo"
     told = by_name_here(mesh, Verdict.of(cause, ranks=(0,), reason=reason)).reason
     assert (told == reason) == (cause is Cause.LEFT)
     assert told.startswith("it lives") == (cause is Cause.LOST)

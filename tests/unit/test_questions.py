@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from objcomm._failures import inquiry, losses
+from objcomm._failures import inquiry
 from objcomm._failures.deadlock import Step, WaitSnapshot
 from objcomm._failures.liveness import Processes
-from objcomm._failures.mesh import Mesh
 from objcomm._failures.noticeboard import Board
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._failures.watchdog import Watchdog
-from objcomm._observe.history import CallRecord, History
+from objcomm._observe.history import CallRecord
 from objcomm._transport.lane import Lane
 from objcomm._wire.header import Operation
 from tests.unit.memory_link import header_of
-from tests.unit.whereabouts import MAIN, lane, step
+from tests.unit.whereabouts import MAIN, lane, mesh_that_has_met, step
 from tests.waits import PATIENCE_S
 
 _NONCE = "n"
@@ -53,19 +52,7 @@ class Rank:
         self.board = Board(store, rank, Processes())
         self.store: Any = Counted(self.board._store)  # noqa: SLF001  # nothing shows what it is asked
         setattr(self.board, "_store", self.store)  # noqa: B010  # counts instead of a store
-        self.mesh = Mesh(
-            name="world",
-            is_world=True,
-            ranks=tuple(range(size)),
-            rank=rank,
-            history=History(),
-            board_thread=self._board_thread(),
-            members=tuple(range(size)),
-            whole=None,
-            is_destroyed=lambda: False,
-            end_unconnected=losses.end_unconnected,
-        )
-        self.mesh._meeting.nonce = _NONCE  # noqa: SLF001  # as when the ranks have met
+        self.mesh = mesh_that_has_met(rank, tuple(range(size)), self._board_thread())
         link: Any = SimpleNamespace(abort=lambda _: None)
         self.mesh.link = link
         self.waits = rank not in silent | {_AWAY}

@@ -1,5 +1,6 @@
 """What a rank must see, and how often, before it believes that nobody can ever end a wait."""
 
+import functools
 import gc
 import sys
 import threading
@@ -11,12 +12,12 @@ import pytest
 
 from objcomm._failures import inquiry, losses
 from objcomm._failures.deadlock import MEETING, LaneWait, WaitSnapshot
-from objcomm._failures.liveness import Process, Processes
+from objcomm._failures.liveness import Process
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._observe.history import CallRecord
 from objcomm._wire.header import Operation
 from tests.unit.memory_link import header_of
-from tests.unit.whereabouts import MAIN, recv
+from tests.unit.whereabouts import MAIN, board_like, lane_like, mesh_like, recv
 from tests.waits import PATIENCE_S
 
 
@@ -31,32 +32,15 @@ class Looks:
         self.theirs: LaneWait
         self.settled: list[Any] = []
         patch.setattr(inquiry, "wait_snapshot", self._mine)
-        lane = SimpleNamespace(
-            number=0,
-            waits=lambda: [self.entry],
-            has_waiting=lambda entry: entry is self.entry,
-            order=None,
-        )
-        mesh: Any = SimpleNamespace(
+        lane = lane_like(waits=lambda: [self.entry], has_waiting=lambda entry: entry is self.entry)
+        mesh = mesh_like(
+            *(0, 1),
             name=self.mine.group,
-            nonce="",
-            verdict=None,
             link=object(),
-            whole=None,
-            ranks=(0, 1),
-            others=(0,),
-            board_thread=SimpleNamespace(processes=Processes()),
             settle_on=lambda _, verdict: self.settled.append(verdict),
         )
         self._waiting: Any = (mesh, lane, self.entry)
-        self._board: Any = SimpleNamespace(
-            rank=1,
-            ask=self._ask,
-            publish=lambda snapshot: snapshot,
-            read=lambda rank, _: self._of(rank),
-            tell_circle=lambda _: None,
-            learn=lambda _: None,
-        )
+        self._board = board_like(ask=self._ask, read=lambda rank, _: self._of(rank))
 
     def _ask(self) -> int:
         self.asked += 1
@@ -100,33 +84,15 @@ class Meeting:
             time.monotonic() - PATIENCE_S
         )  # its board's thread got no turn before
         self.answer: WaitSnapshot | None = None
-        self.processes = Processes()
         self.settled: list[Verdict] = []
-        lane: Any = SimpleNamespace(number=0, waits=list, has_waiting=lambda _: True, order=None)
-        group: dict[str, Any] = {
-            "nonce": "",
-            "verdict": None,
-            "whole": None,
-            "ranks": (0, 1),
-            "others": (0,),
-            "lanes": {},
-            "board_thread": SimpleNamespace(
-                processes=self.processes, is_cut_off=lambda _: False, submit=lambda _: None
-            ),
-            "settle_on": lambda _, verdict: self.settled.append(verdict),
-        }
-        lost = SimpleNamespace(is_closed=lambda _: True, is_out_of_reach=lambda _: False)
-        world: Any = SimpleNamespace(**group, name="world", link=lost, is_world=True)
-        mesh: Any = SimpleNamespace(**group, name="group", link=None, is_world=False)
-        self._meshes, self._waiting = [mesh, world], [(mesh, lane, self.entry)]
-        self._board: Any = SimpleNamespace(
-            rank=1,
-            ask=lambda: 1,
-            publish=lambda snapshot: snapshot,
-            read=lambda _rank, _asked: self.answer,
-            look=lambda _: None,
-            learn=lambda _: None,
+        group = functools.partial(
+            mesh_like, *(0, 1), settle_on=lambda _, verdict: self.settled.append(verdict)
         )
+        lost = SimpleNamespace(is_closed=lambda _: True, is_out_of_reach=lambda _: False)
+        world, mesh = group(name="world", link=lost, is_world=True), group(name="group")
+        self.processes = world.board_thread.processes = mesh.board_thread.processes
+        self._meshes, self._waiting = [mesh, world], [(mesh, lane_like(), self.entry)]
+        self._board = board_like(read=lambda _rank, _asked: self.answer)
 
     def look(self) -> list[Verdict]:
         """Rank 1 looks once; what it has ended the meeting by."""

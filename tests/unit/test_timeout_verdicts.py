@@ -1,8 +1,5 @@
 """What a limit that has passed is blamed on, given what the others have answered."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from objcomm._failures import inquiry
@@ -10,44 +7,30 @@ from objcomm._failures.deadlock import MEETING, WaitSnapshot
 from objcomm._observe.history import CallRecord
 from objcomm._wire.header import Operation
 from tests.unit.memory_link import header_of
-from tests.unit.whereabouts import MAIN, meeting, recv
-
-
-def mesh_of(*ranks: int, nonce: str = "", stopped: frozenset[int] = frozenset()) -> Any:
-    """That of the first of these."""
-    members = tuple(range(len(ranks)))
-    return SimpleNamespace(
-        name="",
-        nonce=nonce,
-        ranks=ranks,
-        members=members,
-        others=members[1:],
-        board_thread=SimpleNamespace(processes=SimpleNamespace(stopped=lambda: stopped)),
-    )
+from tests.unit.whereabouts import MAIN, lane_like, meeting, mesh_like, recv
 
 
 @pytest.mark.parametrize("stopped", [frozenset(), {5}], ids=["all run", "one is stopped"])
 def test_what_a_rank_answered_before_it_was_stopped_is_no_answer(stopped: frozenset[int]) -> None:
-    mesh = mesh_of(4, 5, stopped=stopped)
-    lane: Any = SimpleNamespace(number=0, order=None)
+    mesh = mesh_like(4, 5, others=(1,))
+    mesh.board_thread.processes.stopped = lambda: stopped
     entry = CallRecord(header_of(0, operation=Operation.RECV), "recv")
     entry.awaits = 1
     answers = {
         rank: WaitSnapshot(1, MAIN, (recv(rank, 1 - rank, since=5.0),), is_single=True)
         for rank in (0, 1)
     }
-    verdict = inquiry.timeout_verdict(mesh, lane, entry, answers)
+    verdict = inquiry.timeout_verdict(mesh, lane_like(), entry, answers)
     assert verdict.silent == ((1,) if stopped else ())
     assert [each.rank for each in verdict.positions] == ([0] if stopped else [0, 1])
 
 
 def test_a_rank_that_was_asked_before_it_met_the_others_does_not_wait_for_itself() -> None:
-    mesh = mesh_of(4, 5, nonce="met since")
-    lane: Any = SimpleNamespace(number=0, order=None)
+    mesh = mesh_like(4, 5, others=(1,), nonce="met since")
     entry = CallRecord(header_of(0, sequence=MEETING), "gather")
     entry.awaits = 1
     answers = {0: WaitSnapshot(1, MAIN, (meeting("", awaits=5),)), 1: WaitSnapshot(1, MAIN, ())}
-    verdict = inquiry.timeout_verdict(mesh, lane, entry, answers)
+    verdict = inquiry.timeout_verdict(mesh, lane_like(), entry, answers)
     assert verdict.ranks == (1,)
 
 

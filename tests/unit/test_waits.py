@@ -13,18 +13,18 @@ import torch.distributed as dist
 
 from objcomm._algorithms.device import DevicePath
 from objcomm._config import Settings
-from objcomm._failures import losses
 from objcomm._failures.deadlock import Deadlock, LaneWait, Step, WaitSnapshot
 from objcomm._failures.liveness import Processes
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.noticeboard import Board
 from objcomm._failures.verdict import DESTROYED, Cause, Verdict, proposal_for
-from objcomm._observe.history import CallRecord, History
+from objcomm._observe.history import CallRecord
 from objcomm._transport.link import Deadline
 from objcomm._transport.store import pack_record
 from objcomm._transport.streams import StreamLink
 from objcomm.errors import TransportError, WireError
 from tests.unit.memory_link import header_of, new_lane
+from tests.unit.whereabouts import mesh_that_has_met
 
 REPORT_AFTER_S = Settings().report_after
 
@@ -162,21 +162,7 @@ def test_a_circle_that_another_rank_has_found_is_passed_on(tmp_path: Path) -> No
 def _mesh_that_has_met(
     jobs: list[Callable[[Board], object]], members: tuple[int, ...] = (0, 1)
 ) -> Mesh:
-    board_thread: Any = SimpleNamespace(submit=jobs.append)
-    mesh = Mesh(
-        name="world",
-        is_world=True,
-        ranks=members,
-        rank=0,
-        history=History(),
-        board_thread=board_thread,
-        members=members,
-        whole=None,
-        is_destroyed=lambda: False,
-        end_unconnected=losses.end_unconnected,
-    )
-    mesh._meeting.nonce = "n"  # noqa: SLF001  # as when the ranks have met
-    return mesh
+    return mesh_that_has_met(0, members, SimpleNamespace(submit=jobs.append))
 
 
 def _mesh_over_a_link(rank: int, secret: bytes | None, session: str = "5e") -> Any:

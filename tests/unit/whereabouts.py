@@ -1,7 +1,9 @@
 """Where ranks are, made up, and what one of them finds out about its wait."""
 
+from types import SimpleNamespace
 from typing import Any
 
+from objcomm._failures import losses
 from objcomm._failures.deadlock import (
     MEETING,
     Deadlock,
@@ -10,6 +12,9 @@ from objcomm._failures.deadlock import (
     WaitSnapshot,
     find_deadlock,
 )
+from objcomm._failures.liveness import Processes
+from objcomm._failures.mesh import Mesh
+from objcomm._observe.history import History
 from objcomm._wire.header import Operation
 
 MAIN, OTHER = 1, 2
@@ -81,3 +86,43 @@ def conflict_among(
         for rank, lanes in ranks.items()
     }
     return find_deadlock(start, known[start], ranks[start][0], known.get)
+
+
+def mesh_like(*ranks: int, others: tuple[int, ...] = (0,), **facts: Any) -> Any:
+    """As much of a mesh of these ranks as is looked at."""
+    thread = {"processes": Processes(), "is_cut_off": lambda _: False, "submit": lambda _: None}
+    made: dict[str, Any] = dict.fromkeys(("verdict", "whole", "link"))
+    made |= {"name": "", "nonce": "", "number": 0, "lanes": {}, "is_world": False}
+    made |= {"ranks": ranks, "others": others, "members": tuple(range(len(ranks)))}
+    return SimpleNamespace(**made | {"board_thread": SimpleNamespace(**thread)} | facts)
+
+
+def board_like(**answers: Any) -> Any:
+    """As much of rank 1's board as is asked."""
+    made: dict[str, Any] = {"rank": 1, "ask": lambda: 1, "publish": lambda snapshot: snapshot}
+    made |= dict.fromkeys(("look", "learn", "tell_circle"), lambda _: None)
+    return SimpleNamespace(**made | answers)
+
+
+def lane_like(**facts: Any) -> Any:
+    """As much of a lane as is looked at."""
+    made: dict[str, Any] = {"number": 0, "waits": list, "has_waiting": lambda _: True}
+    return SimpleNamespace(**made | {"order": None} | facts)
+
+
+def mesh_that_has_met(rank: int, members: tuple[int, ...], board_thread: Any) -> Mesh:
+    """A real one, of a world."""
+    mesh = Mesh(
+        name="world",
+        is_world=True,
+        ranks=members,
+        rank=rank,
+        history=History(),
+        board_thread=board_thread,
+        members=members,
+        whole=None,
+        is_destroyed=lambda: False,
+        end_unconnected=losses.end_unconnected,
+    )
+    mesh._meeting.nonce = "n"  # noqa: SLF001  # as when the ranks have met
+    return mesh
