@@ -9,16 +9,22 @@ import pytest
 import torch
 
 import objcomm
-from objcomm import DecodeError, ForbiddenTypeError, WireError
+from objcomm import ForbiddenTypeError, WireError
 from objcomm._codecs import restricted
 from objcomm._codecs.pickle5 import PickleCodec
-from objcomm._collectives.reduction.leafwise import Destination, received
-from objcomm._collectives.reduction.operators import operator_for
-from objcomm._collectives.reduction.structures import describe
 from objcomm._wire.header import HEADER_NBYTES, VERSION
-
-PROTO, EMPTY_TUPLE, EMPTY_DICT = b"\x80\x05", b")", b"}"
-NEWOBJ, REDUCE, BUILD, STOP = b"\x81", b"R", b"b", b"."
+from tests.unit.opcodes import (
+    BUILD,
+    EMPTY_DICT,
+    EMPTY_TUPLE,
+    NEWOBJ,
+    PROTO,
+    REDUCE,
+    SETITEM,
+    STOP,
+    named,
+    text,
+)
 
 
 class Command:
@@ -49,9 +55,7 @@ def test_a_right_header_of_another_version_is_refused() -> None:
 
 def test_a_stream_calls_no_instance_of_an_admitted_class() -> None:
     name = f"{__name__}.Command"
-    texts = (f"\x8c{chr(len(text))}{text}" for text in (__name__, "Command"))
-    named = "".join(texts).encode("latin-1") + b"\x93"
-    stream = PROTO + named + EMPTY_TUPLE + NEWOBJ + EMPTY_TUPLE + REDUCE + STOP
+    stream = PROTO + named(__name__, "Command") + EMPTY_TUPLE + NEWOBJ + EMPTY_TUPLE + REDUCE + STOP
     with pytest.raises(ForbiddenTypeError, match="a Command is called"):
         restricted.loads(memoryview(stream), [], {name: Command}, 100)
     assert Command.calls == 0
@@ -59,13 +63,12 @@ def test_a_stream_calls_no_instance_of_an_admitted_class() -> None:
 
 def test_a_stream_gives_no_state_to_what_the_program_has_listed() -> None:
     listed = Command()
-    name = f"{__name__}.listed"
-    texts = (f"\x8c{chr(len(text))}{text}" for text in (__name__, "listed"))
-    named = "".join(texts).encode("latin-1") + b"\x93"
-    state = EMPTY_DICT + b"\x8c\x05callsK\x07s"
-    allow: dict[str, Any] = {name: listed, f"{__name__}.Command": Command}
+    state = EMPTY_DICT + text("calls") + b"K\x07" + SETITEM
+    allow: dict[str, Any] = {f"{__name__}.listed": listed, f"{__name__}.Command": Command}
     with pytest.raises(ForbiddenTypeError, match="members are added to a Command"):
-        restricted.loads(memoryview(PROTO + named + state + BUILD + STOP), [], allow, 100)
+        restricted.loads(
+            memoryview(PROTO + named(__name__, "listed") + state + BUILD + STOP), [], allow, 100
+        )
     assert not vars(listed)
 
 
@@ -75,14 +78,3 @@ def test_a_stream_gives_no_state_to_an_array() -> None:
     owners = [buffer.flat for buffer in encoded.buffers]
     with pytest.raises(ForbiddenTypeError, match="a ndarray is given a state"):
         restricted.loads(memoryview(stream), owners, {}, 100)
-
-
-@pytest.mark.parametrize("ranks", [(1, 0, 2), (0, 1, 1), ()])
-def test_ranks_whose_leaves_follow_are_listed_once_and_in_order(ranks: tuple[int, ...]) -> None:
-    structure: Any = describe({"b": torch.zeros(8)}, operator_for("sum"), 1)[0]
-    place = Destination(
-        structure, 1, 3, is_taker=True, may_follow=True, linked="", most_nbytes=1000
-    )
-    assert received((None, (), ((0, (0, 1, 2)),), ""), place).folded == ()
-    with pytest.raises(DecodeError, match="follows from ranks"):
-        received((None, (), ((0, ranks),), ""), place)

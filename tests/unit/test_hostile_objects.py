@@ -5,7 +5,6 @@ end it.
 """
 
 import json
-import pickle
 import struct
 import subprocess
 import sys
@@ -15,35 +14,17 @@ import msgpack
 import pytest
 
 from tests.once import once
+from tests.unit.opcodes import PROTO, named, number, text
 
 _ROOT = Path(__file__).parents[2]
 _LITTLE_NBYTES = 300 << 20
 _LITTLE_SECONDS = 3
 _HANG_SECONDS = 600.0
-PROTO = b"\x80\x05"
 
 
 def ext(name: str) -> msgpack.ExtType:
     """The head of an extended value."""
     return msgpack.ExtType(1, name.encode())
-
-
-def text(letters: str) -> bytes:
-    """Opcodes of a short text."""
-    return b"\x8c" + bytes([len(letters)]) + letters.encode()
-
-
-def named(module: str, name: str) -> bytes:
-    """Opcodes that put what two texts name on the stack."""
-    return text(module) + text(name) + b"\x93"
-
-
-def number(value: int) -> bytes:
-    """Opcodes of an integer."""
-    raw = pickle.encode_long(value)
-    if len(raw) < 256:
-        return b"\x8a" + bytes([len(raw)]) + raw
-    return b"\x8b" + struct.pack("<i", len(raw)) + raw
 
 
 LONG_RANGE = [ext("range"), 0, 1 << 40, 1]

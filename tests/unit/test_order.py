@@ -54,25 +54,6 @@ def test_places_are_entered_in_the_order_in_which_they_were_taken() -> None:
         assert order.waiting == 1
 
 
-def test_only_one_thread_at_a_time_is_inside() -> None:
-    order = TicketQueue()
-    inside: list[int] = []
-    most: list[int] = []
-
-    def work(number: int) -> None:
-        with placed(order) as place:
-            assert place.enter(PATIENCE_S)
-            inside.append(number)
-            most.append(len(inside))
-            time.sleep(0.001)
-            inside.remove(number)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(50)))
-    assert max(most) == 1
-    assert len(most) == 50
-
-
 def test_an_error_inside_lets_the_next_one_in() -> None:
     order = TicketQueue()
     with pytest.raises(KeyError), placed(order):

@@ -23,6 +23,7 @@ from objcomm import DecodeError, ForbiddenTypeError
 from objcomm._codecs import restricted
 from tests import samples
 from tests.same import assert_same
+from tests.unit.opcodes import BUILD, EMPTY_DICT, NONE, PROTO, SETITEM, named
 
 
 @dataclasses.dataclass
@@ -116,24 +117,17 @@ def test_the_values_of_an_enum_may_be_of_several_kinds(member: Setting) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
+    "value",
     [
-        *("int of any size", "complex", "set", "frozenset", "range", "ellipsis"),
-        *("numpy scalars", "dtypes"),
+        [0, -1, 2**70, True, None, 0.5, 1 + 2j, ..., NotImplemented],
+        [{1, "a"}, {frozenset({(1, 2)}): bytearray(b"x")}, range(3), slice(1, None)],
+        [np.float32(1), np.bool_(1), np.str_("x"), np.datetime64("2020-01-01")],
+        [np.dtype(">i2"), np.dtype([("a", "f4", (2,))]), torch.bfloat16, torch.Size([2])],
     ],
+    ids=["numbers", "containers", "numpy scalars", "dtypes"],
 )
-def test_plain_values_need_no_entry(name: str) -> None:
-    values: dict[str, Any] = {
-        "int of any size": [0, -1, 2**70, True, None, 0.5],
-        "complex": 1 + 2j,
-        "set": {1, "a"},
-        "frozenset": {frozenset({(1, 2)}): bytearray(b"x")},
-        "range": [range(3), slice(1, None)],
-        "ellipsis": [..., NotImplemented],
-        "numpy scalars": [np.float32(1), np.bool_(1), np.str_("x"), np.datetime64("2020-01-01")],
-        "dtypes": [np.dtype(">i2"), np.dtype([("a", "f4", (2,))]), torch.bfloat16, torch.Size([2])],
-    }
-    assert_same(received(values[name], allow=[]), values[name])
+def test_plain_values_need_no_entry(value: Any) -> None:
+    assert_same(received(value, allow=[]), value)
 
 
 def test_tensors_and_arrays_need_no_entry() -> None:
@@ -188,14 +182,6 @@ def test_all_else_is_refused_by_its_name(obj: object) -> None:
         received(obj, allow=[Pair])
 
 
-def names(module: str, name: str) -> bytes:
-    """Opcodes that put what two texts name on the stack."""
-    return (
-        b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)) + b"\x93"
-    )
-
-
-PROTO = b"\x80\x05"
 HERE = __name__
 
 
@@ -226,14 +212,13 @@ HERE = __name__
 )
 def test_no_name_leads_further_than_the_list(module: str, name: str) -> None:
     with pytest.raises(ForbiddenTypeError):
-        loads(PROTO + names(module, name) + b".", Order)
+        loads(PROTO + named(module, name) + b".", Order)
 
 
 def order(state: bytes = b"") -> bytes:
-    return names(HERE, "Order") + state
+    return named(HERE, "Order") + state
 
 
-EMPTY_DICT, SETITEM, BUILD, NONE = b"}", b"s", b"b", b"N"
 ITEM = b"\x8c\x04item\x8c\x01x"
 
 
@@ -245,7 +230,7 @@ ITEM = b"\x8c\x04item\x8c\x01x"
             order() + NONE + EMPTY_DICT + ITEM + SETITEM + b"\x86" + BUILD, id="slots of a class"
         ),
         pytest.param(
-            names(HERE, "Colour") + b"K\x01\x85R" + EMPTY_DICT + ITEM + SETITEM + BUILD,
+            named(HERE, "Colour") + b"K\x01\x85R" + EMPTY_DICT + ITEM + SETITEM + BUILD,
             id="state of an enum's member",
         ),
         pytest.param(
@@ -254,7 +239,7 @@ ITEM = b"\x8c\x04item\x8c\x01x"
             + NONE
             + EMPTY_DICT
             + b"\x8c\x09__class__"
-            + names(HERE, "Colour")
+            + named(HERE, "Colour")
             + SETITEM
             + b"\x86"
             + BUILD,
@@ -263,11 +248,11 @@ ITEM = b"\x8c\x04item\x8c\x01x"
         pytest.param(order() + b")\x81)R", id="call of an instance"),
         pytest.param(order() + b")\x81)\x81", id="an instance as a class"),
         pytest.param(
-            names("objcomm._codecs.pickle5", "_same") + EMPTY_DICT + ITEM + SETITEM + BUILD,
+            named("objcomm._codecs.pickle5", "_same") + EMPTY_DICT + ITEM + SETITEM + BUILD,
             id="state of a function",
         ),
         pytest.param(
-            names("objcomm._codecs.pickle5", "_set_attributes") + order() + EMPTY_DICT + b"\x86R",
+            named("objcomm._codecs.pickle5", "_set_attributes") + order() + EMPTY_DICT + b"\x86R",
             id="attributes of a class",
         ),
         pytest.param(order() + ITEM + SETITEM, id="an item of a class"),
@@ -319,8 +304,8 @@ def test_opcodes_that_the_pickler_never_writes_are_no_opcodes(stream: bytes) -> 
         pytest.param(b"\x95" + struct.pack("<Q", 1 << 40) + b".", id="frame"),
         pytest.param(b"Nr" + struct.pack("<I", 1 << 31) + b".", id="memo"),
         pytest.param(
-            names("torch", "Size")
-            + names("builtins", "range")
+            named("torch", "Size")
+            + named("builtins", "range")
             + b"\x8a\x06"
             + b"\xff" * 5
             + b"\x00\x85R\x85R.",

@@ -1,0 +1,26 @@
+"""Parts of pickles that are written by hand."""
+
+import pickle
+import struct
+
+PROTO = b"\x80\x05"
+EMPTY_TUPLE, EMPTY_DICT, NONE, SETITEM = b")", b"}", b"N", b"s"
+NEWOBJ, REDUCE, BUILD, STOP = b"\x81", b"R", b"b", b"."
+
+
+def text(letters: str) -> bytes:
+    """Opcodes of a short text."""
+    return b"\x8c" + bytes([len(letters)]) + letters.encode()
+
+
+def named(module: str, name: str) -> bytes:
+    """Opcodes that put what two texts name on the stack."""
+    return text(module) + text(name) + b"\x93"
+
+
+def number(value: int) -> bytes:
+    """Opcodes of an integer."""
+    raw = pickle.encode_long(value)
+    if len(raw) < 256:
+        return b"\x8a" + bytes([len(raw)]) + raw
+    return b"\x8b" + struct.pack("<i", len(raw)) + raw
