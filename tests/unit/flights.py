@@ -1,6 +1,7 @@
 """Works that end when a test says so."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from objcomm import Work
@@ -39,3 +40,7 @@ class Begun:
         self.may_end.set()
         self.line.drain()
         return self.work
+
+
+#: Begins a work that has this outcome.
+Begin = Callable[..., Begun]

@@ -15,21 +15,23 @@ from objcomm._transport.store import pack_record, unpack_record
 from objcomm.errors import WireError
 from tests.waits import wait_until
 
+Program = subprocess.Popen[bytes]
+
 
 @pytest.fixture
-def program() -> Iterator["subprocess.Popen[bytes]"]:
+def program() -> Iterator[Program]:
     """One that runs until it is killed."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as running:
         yield running
         running.kill()
 
 
-def process_of(program: "subprocess.Popen[bytes]") -> Process:
+def process_of(program: Program) -> Process:
     """What it would tell of itself."""
     return Process.own()._replace(pid=program.pid, born=liveness._born(program.pid))  # noqa: SLF001  # as own()
 
 
-def test_the_kernel_tells_of_a_process_that_ends(program: "subprocess.Popen[bytes]") -> None:
+def test_the_kernel_tells_of_a_process_that_ends(program: Program) -> None:
     processes = Processes()
     processes.note(1, process_of(program))
     assert processes.is_beside(1)
@@ -39,9 +41,7 @@ def test_the_kernel_tells_of_a_process_that_ends(program: "subprocess.Popen[byte
     assert str(program.pid) in processes.end_of(1)
 
 
-def test_one_look_asks_the_kernel_of_some_and_all_looks_of_each(
-    program: "subprocess.Popen[bytes]",
-) -> None:
+def test_one_look_asks_the_kernel_of_some_and_all_looks_of_each(program: Program) -> None:
     processes, here = Processes(), process_of(program)
     for rank in range(64):
         processes.note(rank, here._replace(name=f"rank {rank}"))
@@ -58,7 +58,7 @@ def test_one_look_asks_the_kernel_of_some_and_all_looks_of_each(
     assert all(3 in processes.some_of(range(64)) for _ in range(50))
 
 
-def test_one_whose_exit_status_nobody_took_has_ended(program: "subprocess.Popen[bytes]") -> None:
+def test_one_whose_exit_status_nobody_took_has_ended(program: Program) -> None:
     process = process_of(program)
     assert not process.has_ended()
     program.kill()
@@ -83,7 +83,7 @@ def test_what_nobody_could_read_makes_no_other_process(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("lacking", [AttributeError, OSError(24, "Too many open files")])
 def test_without_a_descriptor_a_number_must_do(
-    monkeypatch: pytest.MonkeyPatch, program: "subprocess.Popen[bytes]", lacking: Exception
+    monkeypatch: pytest.MonkeyPatch, program: Program, lacking: Exception
 ) -> None:
     monkeypatch.setattr("os.pidfd_open", mock.Mock(side_effect=lacking))
     process = process_of(program)
@@ -131,7 +131,7 @@ def test_what_another_program_wrote_is_refused() -> None:
             unpack_record(raw, Process, "a process")
 
 
-def test_who_is_stopped_is_known_on_its_own_host_only(program: "subprocess.Popen[bytes]") -> None:
+def test_who_is_stopped_is_known_on_its_own_host_only(program: Program) -> None:
     processes, process = Processes(), process_of(program)
     processes.note(1, process)
     processes.note(2, process._replace(name="of another host", place="elsewhere"))

@@ -12,10 +12,11 @@ from objcomm._transport.sockets import hang_up, is_outage, notice_outages, open_
 from tests.unit.stream_links import tcp_pair
 
 Pair = tuple[socket.socket, socket.socket]
+Pairs = tuple[Pair, set[int], Pair]
 
 
 @pytest.fixture
-def pairs() -> Iterator[tuple[Pair, set[int], Pair]]:
+def pairs() -> Iterator[Pairs]:
     """A connection, all sockets that there were with it, and another one."""
     with ExitStack() as ends:
         old = tcp_pair()
@@ -34,7 +35,7 @@ def given_up_after(end: socket.socket) -> int:
     return end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
 
 
-def test_new_connections_get_a_limit_and_no_others(pairs: tuple[Pair, set[int], Pair]) -> None:
+def test_new_connections_get_a_limit_and_no_others(pairs: Pairs) -> None:
     old, before, new = pairs
     notice_outages(before, 30)
     for end in new:
@@ -47,25 +48,21 @@ def test_new_connections_get_a_limit_and_no_others(pairs: tuple[Pair, set[int], 
     assert new[1].recv(4) == b"open"
 
 
-def test_of_new_connections_those_to_one_port_can_be_chosen(
-    pairs: tuple[Pair, set[int], Pair],
-) -> None:
+def test_of_new_connections_those_to_one_port_can_be_chosen(pairs: Pairs) -> None:
     _, before, (near, far) = pairs
     notice_outages(before, 30, near.getpeername()[1])
     assert is_kept(near)
     assert not is_kept(far)
 
 
-def test_never_is_never(pairs: tuple[Pair, set[int], Pair]) -> None:
+def test_never_is_never(pairs: Pairs) -> None:
     _, before, new = pairs
     notice_outages(before, math.inf)
     assert not any(is_kept(end) or given_up_after(end) for end in new)
 
 
 @pytest.mark.parametrize("seconds", [0.0001, 1e9])
-def test_any_limit_fits_into_what_the_kernel_takes(
-    pairs: tuple[Pair, set[int], Pair], seconds: float
-) -> None:
+def test_any_limit_fits_into_what_the_kernel_takes(pairs: Pairs, seconds: float) -> None:
     _, before, new = pairs
     notice_outages(before, seconds)
     assert given_up_after(new[0]) == min(max(seconds * 1000, 1), 2_000_000_000)
@@ -106,9 +103,7 @@ def test_an_outage_is_told_from_other_ends(told: str, *, is_one: bool) -> None:
     assert is_outage(told) is is_one
 
 
-def test_only_new_connections_to_a_port_tell_its_address(
-    pairs: tuple[Pair, set[int], Pair],
-) -> None:
+def test_only_new_connections_to_a_port_tell_its_address(pairs: Pairs) -> None:
     old, before, new = pairs
     port = new[1].getsockname()[1]
     assert other_ends(before, port) == {("127.0.0.1", port)}
@@ -116,7 +111,7 @@ def test_only_new_connections_to_a_port_tell_its_address(
     assert other_ends(set(), old[1].getsockname()[1]) == {old[1].getsockname()}
 
 
-def test_who_waits_for_what_was_hung_up_hears_so(pairs: tuple[Pair, set[int], Pair]) -> None:
+def test_who_waits_for_what_was_hung_up_hears_so(pairs: Pairs) -> None:
     old, _, new = pairs
     new[0].settimeout(30)
     hang_up({new[1].getsockname()})

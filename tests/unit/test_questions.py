@@ -83,8 +83,11 @@ class Rank:
         inquiry.report(self.board, [self.mesh], waiting, threading.Event())
 
 
+Job = Callable[..., list[Rank]]
+
+
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Rank]]:
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     """Makes the ranks of a job, and gives those that wait."""
 
     def make(silent: set[int], size: int = _SIZE) -> list[Rank]:
@@ -118,7 +121,7 @@ def verdict_of(ranks: list[Rank]) -> Verdict:
 
 
 def test_of_many_ranks_that_pass_a_limit_together_one_asks_all(
-    job: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nobody is silent, so the first need not wait so long; the others would.
     monkeypatch.setattr(inquiry, "_ANSWERS_WITHIN_SECONDS", PATIENCE_S)
@@ -144,7 +147,7 @@ def test_of_many_ranks_that_pass_a_limit_together_one_asks_all(
 
 @pytest.mark.parametrize("lost", [1, 2, 9])
 def test_where_those_that_were_to_ask_are_lost_another_one_does(
-    job: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch, lost: int
+    job: Job, monkeypatch: pytest.MonkeyPatch, lost: int
 ) -> None:
     monkeypatch.setattr(inquiry, "_ANSWERS_WITHIN_SECONDS", 0.1)
     ranks = job(silent={_SILENT})
@@ -172,9 +175,7 @@ def called(rank: Rank, *calls: Step) -> None:
     rank.board.publish(rank.where)
 
 
-def test_a_desync_says_what_all_ranks_called(
-    job: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_desync_says_what_all_ranks_called(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """The silent one is left out; one that is late has made its last call before."""
     monkeypatch.setattr(inquiry, "_ANSWERS_WITHIN_SECONDS", 0.1)
     ranks = job(silent={_SILENT})
@@ -188,9 +189,7 @@ def test_a_desync_says_what_all_ranks_called(
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_where_numbers_differ_the_call_in_which_ranks_parted_is_named(
-    job: Callable[..., list[Rank]], ahead: int
-) -> None:
+def test_where_numbers_differ_the_call_in_which_ranks_parted_is_named(job: Job, ahead: int) -> None:
     """A rank that only sends goes on, so what it finds may be of another call."""
     ranks = job(silent=set(), size=2)
     called(ranks[ahead], step(_CALL, root=ahead), step(_CALL + 1))
@@ -201,7 +200,7 @@ def test_where_numbers_differ_the_call_in_which_ranks_parted_is_named(
     assert [(each.sequence, each.root) for each in found.positions] == [(_CALL, 0), (_CALL, 1)]
 
 
-def test_calls_that_go_together_are_no_explanation(job: Callable[..., list[Rank]]) -> None:
+def test_calls_that_go_together_are_no_explanation(job: Job) -> None:
     ranks = job(silent=set(), size=2)
     for rank in ranks:
         called(rank, step(_CALL), step(_CALL + 1))
@@ -209,7 +208,7 @@ def test_calls_that_go_together_are_no_explanation(job: Callable[..., list[Rank]
     assert [each.sequence for each in found.positions] == [_CALL, _CALL + 1]
 
 
-def test_few_ranks_all_ask(job: Callable[..., list[Rank]]) -> None:
+def test_few_ranks_all_ask(job: Job) -> None:
     ranks = job(silent=set(), size=4)
     ranks[0].lane.entry = None
     ranks[0].board.publish(WaitSnapshot(1, MAIN, ()))
@@ -219,7 +218,7 @@ def test_few_ranks_all_ask(job: Callable[..., list[Rank]]) -> None:
 
 
 def test_who_succeeds_while_it_asks_leaves_its_turn_to_others(
-    job: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = job(silent=set())[:2]
     read = Board.read
@@ -240,7 +239,7 @@ def test_who_succeeds_while_it_asks_leaves_its_turn_to_others(
 
 @pytest.mark.parametrize("silent", [set(), {0, 1, 2}, {_SILENT}], ids=str)
 def test_of_many_ranks_that_wait_the_lowest_alone_asks_all_and_tells(
-    job: Callable[..., list[Rank]], monkeypatch: pytest.MonkeyPatch, silent: set[int]
+    job: Job, monkeypatch: pytest.MonkeyPatch, silent: set[int]
 ) -> None:
     # Who is held up for most of it asks all. Of a silent rank all of it is waited for.
     monkeypatch.setattr(inquiry, "_ANSWERS_WITHIN_SECONDS", 3.0 if silent else PATIENCE_S)

@@ -14,7 +14,7 @@ from typing import cast
 import pytest
 import torch
 
-from objcomm._transport.frames import LENT_FILES_MAX, Kind
+from objcomm._transport.frames import Kind
 from objcomm._transport.link import LinkClosed
 from objcomm._transport.share import Share, places
 from tests.contracts import is_over
@@ -29,7 +29,6 @@ from tests.unit.stream_links import (
     frame,
     joined,
     members,
-    room,
     take_a_copy,
 )
 
@@ -157,29 +156,6 @@ def test_a_file_is_judged_when_its_frame_is_whole() -> None:
         assert borrowed.share is not None
         with pytest.raises(ValueError, match="of 4096"):
             borrowed.share.mapped((0, 0), 2 << 20)
-
-
-def test_so_many_files_wait_for_who_takes_nothing_and_no_more() -> None:
-    flats = members(9)
-    with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
-        sent = [sender.send_share(Share.of(flats), flats, 1, TAG) for _ in range(70)]
-        waiting = [threads.submit(sender.wait, each, LIMIT) for each in sent]
-        borrowed = [receiver.recv_share(9, 0, TAG) for _ in sent]
-        shared = 0
-        for each in borrowed:
-            receiver.wait(each, LIMIT)
-            shared += each.share is not None
-            if each.share is None:
-                into = room(9)
-                receiver.wait(receiver.recv_instead(each, [into]), LIMIT)
-                assert torch.equal(into, flats[0])
-        assert shared == LENT_FILES_MAX
-        for done in waiting:
-            done.result()
-        sender.send_share(Share.of(flats), flats, 1, TAG)
-        last = receiver.recv_share(9, 0, TAG)
-        receiver.wait(last, LIMIT)
-        assert last.share is not None
 
 
 def memories() -> int:

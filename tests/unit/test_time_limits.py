@@ -9,7 +9,7 @@ import pytest
 
 import objcomm
 from objcomm import UsageError
-from tests.unit.flights import Begun
+from tests.unit.flights import Begin
 
 ENDLESS = [float("inf"), 1e300, 10**400, threading.TIMEOUT_MAX + 1, timedelta.max]
 WRONG = [True, False, float("nan"), float("-inf"), -1, timedelta(-1), "1", [1]]
@@ -38,7 +38,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _waits(begun: Callable[..., Begun]) -> dict[str, Callable[[Any], Any]]:
+def _waits(begun: Begin) -> dict[str, Callable[[Any], Any]]:
     """What waits for a call in flight that is soon over."""
 
     def flight() -> objcomm.Work[Any]:
@@ -55,13 +55,13 @@ def _waits(begun: Callable[..., Begun]) -> dict[str, Callable[[Any], Any]]:
 
 @pytest.mark.parametrize("name", [*CALLS, "wait", "wait_all", "as_completed"])
 @pytest.mark.parametrize("timeout", ENDLESS, ids=lambda timeout: str(timeout)[:20])
-def test_a_limit_of_any_length_is_one(name: str, timeout: Any, begun: Callable[..., Begun]) -> None:
+def test_a_limit_of_any_length_is_one(name: str, timeout: Any, begun: Begin) -> None:
     assert (CALLS | _waits(begun))[name](timeout) == 1
 
 
 @pytest.mark.parametrize("name", [*CALLS, "wait", "wait_all", "as_completed", "launch"])
 @pytest.mark.parametrize("timeout", WRONG, ids=str)
-def test_what_is_no_time_is_refused(name: str, timeout: Any, begun: Callable[..., Begun]) -> None:
+def test_what_is_no_time_is_refused(name: str, timeout: Any, begun: Begin) -> None:
     calls = CALLS | _waits(begun)
     calls["launch"] = lambda timeout: objcomm.launch(print, 1, timeout=timeout)
     with pytest.raises(UsageError, match="must be a positive number of seconds"):

@@ -16,11 +16,11 @@ import torch
 import objcomm
 from objcomm import UsageError, Work, as_completed, wait_all
 from objcomm._transport.threads import SerialExecutor
-from tests.unit.flights import LIMIT_S, PLACE, Begun
+from tests.unit.flights import LIMIT_S, PLACE, Begin
 from tests.waits import wait_until
 
 
-def test_in_flight_then_done(begun: Callable[..., Begun]) -> None:
+def test_in_flight_then_done(begun: Begin) -> None:
     flight = begun("result")
     work = flight.work
     assert not work.done()
@@ -45,7 +45,7 @@ def test_in_flight_then_done(begun: Callable[..., Begun]) -> None:
     ],
 )
 def test_one_that_is_used_as_its_result_says_what_gives_that(
-    use: Callable[[Any], object], begun: Callable[..., Begun]
+    use: Callable[[Any], object], begun: Begin
 ) -> None:
     work = begun([1]).end()
     with pytest.raises(Exception, match=r"Work.*; its wait\(\) gives the result$") as caught:
@@ -54,7 +54,7 @@ def test_one_that_is_used_as_its_result_says_what_gives_that(
     assert not hasattr(work, "keys")
 
 
-def test_in_flight_then_failed(begun: Callable[..., Begun]) -> None:
+def test_in_flight_then_failed(begun: Begin) -> None:
     error = objcomm.CollectiveError("gather", {})
     work = begun(error).end()
     assert work.done()
@@ -67,9 +67,7 @@ def test_in_flight_then_failed(begun: Callable[..., Begun]) -> None:
 
 
 @pytest.mark.parametrize("limit", [0.05, timedelta(milliseconds=50)])
-def test_a_wait_that_passes_leaves_the_work_in_flight(
-    begun: Callable[..., Begun], limit: Any
-) -> None:
+def test_a_wait_that_passes_leaves_the_work_in_flight(begun: Begin, limit: Any) -> None:
     flight = begun("late")
     with pytest.raises(TimeoutError, match=r"gather at .*:7 is still in flight") as caught:
         flight.work.wait(limit)
@@ -79,9 +77,7 @@ def test_a_wait_that_passes_leaves_the_work_in_flight(
     assert flight.work.wait(LIMIT_S) == "late"
 
 
-def test_an_operations_own_time_limit_is_not_taken_for_the_waits(
-    begun: Callable[..., Begun],
-) -> None:
+def test_an_operations_own_time_limit_is_not_taken_for_the_waits(begun: Begin) -> None:
     error = objcomm.TransportTimeout("gather", (1,), 3.0)
     work = begun(error).end()
     with pytest.raises(objcomm.TransportTimeout) as caught:
@@ -89,7 +85,7 @@ def test_an_operations_own_time_limit_is_not_taken_for_the_waits(
     assert caught.value is error
 
 
-def test_the_watcher_is_told_who_waits_without_end(begun: Callable[..., Begun]) -> None:
+def test_the_watcher_is_told_who_waits_without_end(begun: Begin) -> None:
     """A thread whose wait has a limit can go on, so it is in no circle."""
     flight = begun()
     seen: set[int] = set()
@@ -119,7 +115,7 @@ def test_the_watcher_is_told_who_waits_without_end(begun: Callable[..., Begun]) 
 
 
 @pytest.mark.parametrize("way", ["as_completed", "wait_all"])
-def test_the_watcher_is_told_of_waits_for_several(begun: Callable[..., Begun], way: str) -> None:
+def test_the_watcher_is_told_of_waits_for_several(begun: Begin, way: str) -> None:
     flights = [begun(number) for number in range(2)]
     seen: list[int] = []
 

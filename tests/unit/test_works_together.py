@@ -2,17 +2,16 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import objcomm
 from objcomm import Work, as_completed, wait_all
-from tests.unit.flights import LIMIT_S, Begun
+from tests.unit.flights import LIMIT_S, Begin
 
 
-def test_as_completed_gives_the_first_to_end_first(begun: Callable[..., Begun]) -> None:
+def test_as_completed_gives_the_first_to_end_first(begun: Begin) -> None:
     flights = {name: begun(name) for name in "abc"}
     works = as_completed([flights[name].work for name in "abc"])
     for name in "cab":
@@ -21,16 +20,14 @@ def test_as_completed_gives_the_first_to_end_first(begun: Callable[..., Begun]) 
     assert list(works) == []
 
 
-def test_as_completed_gives_failed_ones_too_and_nothing_for_nothing(
-    begun: Callable[..., Begun],
-) -> None:
+def test_as_completed_gives_failed_ones_too_and_nothing_for_nothing(begun: Begin) -> None:
     error = ValueError("bad")
     (work,) = as_completed([begun(error).end()])
     assert work.exception() is error
     assert list(as_completed([])) == []
 
 
-def test_as_completed_gives_up_at_its_limit(begun: Callable[..., Begun]) -> None:
+def test_as_completed_gives_up_at_its_limit(begun: Begin) -> None:
     early, late = begun("early"), begun("late")
     early.end()
     works = as_completed([late.work, early.work], 0.1)
@@ -40,7 +37,7 @@ def test_as_completed_gives_up_at_its_limit(begun: Callable[..., Begun]) -> None
     assert late.end().wait() == "late"
 
 
-def test_wait_all_gives_results_in_the_order_given(begun: Callable[..., Begun]) -> None:
+def test_wait_all_gives_results_in_the_order_given(begun: Begin) -> None:
     flights = [begun(number) for number in range(3)]
     for flight in reversed(flights):
         flight.end()
@@ -48,7 +45,7 @@ def test_wait_all_gives_results_in_the_order_given(begun: Callable[..., Begun]) 
     assert wait_all([]) == []
 
 
-def test_wait_all_raises_the_first_error_after_all_have_ended(begun: Callable[..., Begun]) -> None:
+def test_wait_all_raises_the_first_error_after_all_have_ended(begun: Begin) -> None:
     errors = [ValueError("first"), KeyError("second")]
     flights = [begun(errors[0]), begun("fine"), begun(errors[1])]
     flights[0].end()
@@ -66,7 +63,7 @@ def test_wait_all_raises_the_first_error_after_all_have_ended(begun: Callable[..
     assert flights[2].work.exception() is errors[1]
 
 
-def test_wait_all_gives_up_at_its_limit(begun: Callable[..., Begun]) -> None:
+def test_wait_all_gives_up_at_its_limit(begun: Begin) -> None:
     flights = [begun(number) for number in range(3)]
     with pytest.raises(TimeoutError, match="still in flight"):
         wait_all([flight.work for flight in flights], 0.2)
@@ -75,7 +72,7 @@ def test_wait_all_gives_up_at_its_limit(begun: Callable[..., Begun]) -> None:
     assert wait_all([flight.work for flight in flights], LIMIT_S) == [0, 1, 2]
 
 
-def test_an_error_is_raised_where_it_is_awaited(begun: Callable[..., Begun]) -> None:
+def test_an_error_is_raised_where_it_is_awaited(begun: Begin) -> None:
     error = objcomm.TransportTimeout("gather", (1,), 3.0)
     flight = begun(error)
 
@@ -90,9 +87,7 @@ def test_an_error_is_raised_where_it_is_awaited(begun: Callable[..., Begun]) -> 
     asyncio.run(main())
 
 
-def test_a_limit_or_a_cancellation_ends_the_awaiting_and_not_the_work(
-    begun: Callable[..., Begun],
-) -> None:
+def test_a_limit_or_a_cancellation_ends_the_awaiting_and_not_the_work(begun: Begin) -> None:
     flight = begun("late")
 
     async def awaiting() -> Any:
@@ -114,7 +109,7 @@ def test_a_limit_or_a_cancellation_ends_the_awaiting_and_not_the_work(
 
 
 def test_a_work_that_ends_after_its_loop_was_closed_says_nothing(
-    begun: Callable[..., Begun], caplog: pytest.LogCaptureFixture
+    begun: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
     flight = begun("late")
 
@@ -130,7 +125,7 @@ def test_a_work_that_ends_after_its_loop_was_closed_says_nothing(
     assert caplog.records == []
 
 
-def test_an_awaited_work_that_ended_before_is_there(begun: Callable[..., Begun]) -> None:
+def test_an_awaited_work_that_ended_before_is_there(begun: Begin) -> None:
     work = begun("early").end()
 
     async def main() -> Any:
