@@ -2,6 +2,8 @@
 
 import functools
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,81 +13,74 @@ from objcomm._transport.threads import SerialExecutor
 from tests.waits import PATIENCE_S
 
 
-@pytest.mark.parametrize("name", ["objcomm-listen", "objcomm-connect"])
-def test_a_thread_whose_mesh_is_no_more_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """It may be in the mesh's destructor, and nothing else tells of it."""
-    monkeypatch.setattr(watchdog, "FAREWELL_SECONDS", PATIENCE_S)
-    looks: list[threading.Thread] = []
-    leave = threading.Event()
+class Looks:
+    """How often one has looked for meshes, of which there are none; the second look ends a wait."""
 
-    def look() -> tuple[list[object], list[object]]:
-        looks.append(thread)
-        if len(looks) > 1:
-            leave.set()
+    def __init__(self, leave: threading.Event) -> None:
+        self._leave = leave
+        self.count = 0
+
+    def __call__(self) -> Any:
+        self.count += 1
+        if self.count > 1:
+            self._leave.set()
         return [], []
 
+
+@pytest.fixture
+def leave(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Ends what the end of the program waits for; the test ends it at last."""
+    monkeypatch.setattr(watchdog, "FAREWELL_SECONDS", PATIENCE_S)
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def thread_of(leave: threading.Event, name: str) -> threading.Thread:
+    """A thread that goes on until it may leave."""
     thread = threading.Thread(target=leave.wait, args=(PATIENCE_S,), name=name)
     thread.start()
-    try:
-        assert end_waits(look)  # type: ignore[arg-type]  # there is nothing to be looked at
-        assert len(looks) > 1
-        assert not thread.is_alive()
-    finally:
-        leave.set()
-        thread.join()
+    return thread
 
 
-def test_without_such_threads_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "FAREWELL_SECONDS", PATIENCE_S)
-    looks: list[int] = []
-
-    def look() -> tuple[list[object], list[object]]:
-        looks.append(1)
-        return [], []
-
-    # Those of tests before may be about to end.
-    assert end_waits(look)  # type: ignore[arg-type]  # there is nothing to be looked at
-    looks.clear()
-    assert end_waits(look)  # type: ignore[arg-type]  # likewise
-    assert looks == [1]
+@pytest.mark.parametrize("name", ["objcomm-listen", "objcomm-connect"])
+def test_a_thread_whose_mesh_is_no_more_is_waited_for(leave: threading.Event, name: str) -> None:
+    """It may be in the mesh's destructor, and nothing else tells of it."""
+    thread, look = thread_of(leave, name), Looks(leave)
+    assert end_waits(look)
+    assert look.count > 1
+    assert not thread.is_alive()
 
 
-def test_a_line_that_lets_go_of_a_job_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_such_threads_nothing_waits(leave: threading.Event) -> None:
+    assert end_waits(Looks(leave))  # those of tests before may be about to end
+    look = Looks(leave)
+    assert end_waits(look)
+    assert look.count == 1
+
+
+def test_a_line_that_lets_go_of_a_job_is_waited_for(leave: threading.Event) -> None:
     """What the job held may be the last of a mesh."""
-    monkeypatch.setattr(watchdog, "FAREWELL_SECONDS", PATIENCE_S)
-    line, leave, looks = SerialExecutor("objcomm-line"), threading.Event(), []
+    line, look = SerialExecutor("objcomm-line"), Looks(leave)
 
     class Held:
         def __del__(self) -> None:
             leave.wait(PATIENCE_S)
 
-    def look() -> tuple[list[object], list[object]]:
-        looks.append(1)
-        if len(looks) > 1:
-            leave.set()
-        return [], []
-
     line.submit(functools.partial(_do_nothing, Held()))
-    try:
-        assert end_waits(look)  # type: ignore[arg-type]  # there is nothing to be looked at
-        assert len(looks) > 1
-    finally:
-        leave.set()
-        line.drain()
+    assert end_waits(look)
+    assert look.count > 1
+    line.drain()
 
 
-def test_who_does_not_come_back_in_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_does_not_come_back_in_time_is_told(
+    leave: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watchdog, "FAREWELL_SECONDS", 0.0)
-    leave = threading.Event()
-    thread = threading.Thread(target=leave.wait, args=(PATIENCE_S,), name="objcomm-listen")
-    thread.start()
-    try:
-        assert not end_waits(lambda: ([], []))
-    finally:
-        leave.set()
-        thread.join()
+    thread = thread_of(leave, "objcomm-listen")
+    assert not end_waits(lambda: ([], []))
+    leave.set()
+    thread.join()
 
 
 def _do_nothing(_: object) -> None:
