@@ -32,39 +32,11 @@ from objcomm._wire.message import Message
 JOIN_SECONDS = 120.0  # only a hang takes so long
 
 
-class Wire:
-    """One pair, direction and tag: what is sent meets what is posted, in order."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._sent: deque[Any] = deque()
-        self._posted: deque[Arrival] = deque()
-
-    def put(self, sent: Any) -> None:
-        self._meet(self._sent, sent)
-
-    def post(self, arrival: "Arrival") -> None:
-        self._meet(self._posted, arrival)
-
-    def left_over(self) -> int:
-        """Messages that nobody has received."""
-        return len(self._sent)
-
-    def end(self) -> None:
-        """Wake who waits: no more will come."""
-        with self._lock:
-            while self._posted:
-                self._posted.popleft().fail()
-
-    def _meet(self, queue: deque[Any], item: Any) -> None:
-        with self._lock:
-            queue.append(item)
-            while self._sent and self._posted:
-                self._posted.popleft().fill(self._sent.popleft())
+Way = tuple[int, int, int]  # from a rank to a rank, with a tag
 
 
 class Wires:
-    """What all ranks' links share.
+    """What all ranks' links share: on each way what is sent meets what is posted, in order.
 
     Attributes:
         size: number of ranks.
@@ -77,28 +49,38 @@ class Wires:
         self.sharing = sharing
         self.hosts = tuple(hosts or [0] * size)
         self._lock = threading.Lock()
-        self._wires: dict[tuple[int, int, int], Wire] = defaultdict(Wire)
+        self._sent: dict[Way, deque[Any]] = defaultdict(deque)
+        self._posted: dict[Way, deque[Arrival]] = defaultdict(deque)
         self._ended_by: dict[frozenset[int], int] = {}
 
-    def between(self, source: int, destination: int, tag: int) -> Wire:
+    def put(self, way: Way, sent: Any) -> None:
+        self._meet(self._sent, way, sent)
+
+    def post(self, way: Way, arrival: "Arrival") -> None:
+        self._meet(self._posted, way, arrival)
+
+    def _meet(self, queues: dict[Way, deque[Any]], way: Way, item: Any) -> None:
         with self._lock:
-            return self._wires[source, destination, tag]
+            queues[way].append(item)
+            while self._sent[way] and self._posted[way]:
+                self._posted[way].popleft().fill(self._sent[way].popleft())
 
     def end(self, rank: int, peer: int) -> None:
-        """``rank`` closes its connection to ``peer``."""
+        """``rank`` closes its connection to ``peer``; who waits is woken: no more will come."""
         with self._lock:
             self._ended_by.setdefault(frozenset({rank, peer}), rank)
-            wires = [each for ends, each in self._wires.items() if {*ends[:2]} == {rank, peer}]
-        for each in wires:
-            each.end()
+            for ends, posted in self._posted.items():
+                while {*ends[:2]} == {rank, peer} and posted:
+                    posted.popleft().fail()
 
     def ended_by(self, rank: int, peer: int) -> int | None:
         """Who closed the connection of two ranks, if one did."""
         return self._ended_by.get(frozenset({rank, peer}))
 
-    def left_over(self) -> int:
+    def left_over(self, way: Way | None = None) -> int:
         """Messages that nobody has received."""
-        return sum(each.left_over() for each in self._wires.values())
+        queues = [self._sent[way]] if way else self._sent.values()
+        return sum(map(len, queues))
 
 
 class Arrival:
@@ -192,15 +174,15 @@ class MemoryLink:
         self._check(peer)
         self.sent.append((flat.numel(), tag))
         self.crossed_nbytes += flat.numel() * (self.hosts[peer] != self.hosts[self.rank])
-        self.wires.between(self.rank, peer, tag).put(flat.clone())
+        self.wires.put((self.rank, peer, tag), flat.clone())
         return Departure()
 
     def recv(self, flat: Any, peer: int, tag: int = -1) -> Arrival:
-        arrival, wire = Arrival(flat), self.wires.between(peer, self.rank, tag)
-        wire.post(arrival)
+        arrival = Arrival(flat)
+        self.wires.post((peer, self.rank, tag), arrival)
         # After it was posted: it may have been closed meanwhile.
         if self.is_closed(peer) and not arrival.is_done():
-            wire.end()
+            self.wires.end(self.rank, peer)
             self._check(peer)
         return arrival
 
@@ -216,13 +198,13 @@ class MemoryLink:
         self._check(peer)
         theirs = None if share is None else Share([os.dup(each) for each in share.descriptors])
         assert theirs is None or theirs.is_fixed()
-        self.wires.between(self.rank, peer, tag).put((theirs, [each.clone() for each in flats]))
+        self.wires.put((self.rank, peer, tag), (theirs, [each.clone() for each in flats]))
         return Departure()
 
     def recv_share(self, nbytes: int, peer: int, tag: int) -> Handover:
         """See ``Sharing``."""
         handover = Handover(nbytes, peer)
-        self.wires.between(peer, self.rank, tag).post(handover)
+        self.wires.post((peer, self.rank, tag), handover)
         return handover
 
     def recv_instead(self, borrowed: Any, flats: Sequence[torch.Tensor]) -> Departure:
@@ -238,7 +220,7 @@ class MemoryLink:
     def expect(self, peers: Sequence[int], tag: int) -> None:
         """See ``Link``."""
         for peer in peers:
-            is_left = self.wires.between(peer, self.rank, tag).left_over() > 0
+            is_left = self.wires.left_over((peer, self.rank, tag)) > 0
             if (peer, tag) not in self._standing and (is_left or not self.is_closed(peer)):
                 room = torch.zeros(self.head_max_nbytes, dtype=torch.uint8)
                 self._standing[peer, tag] = room, self.recv(room, peer, tag)
