@@ -66,7 +66,7 @@ class Wires:
                 self._posted[way].popleft().fill(self._sent[way].popleft())
 
     def end(self, rank: int, peer: int) -> None:
-        """``rank`` closes its connection to ``peer``; who waits is woken: no more will come."""
+        """``rank`` closes its connection to ``peer``, which ends all waits for more."""
         with self._lock:
             self._ended_by.setdefault(frozenset({rank, peer}), rank)
             for ends, posted in self._posted.items():

@@ -65,7 +65,7 @@ CULPRITS: dict[str, Callable[[Any], Any]] = {
     "obj.args[1]": lambda culprit: ValueError(1, culprit),
     "obj.__cause__.args[0]": lambda culprit: _changed(ValueError(1), __cause__=ValueError(culprit)),
 }
-# Of what plain data refuses as a whole.
+# Objects that the codec of plain data refuses as a whole.
 PICKLED: dict[str, Callable[[Any], Any]] = {
     "obj.args[1]": lambda culprit: functools.partial(print, 1, culprit),
     "obj.keywords['end']": lambda culprit: functools.partial(print, end=culprit),

@@ -246,7 +246,7 @@ GUEST = recv(1, 0)._replace(nonce="")
 GATHER, NEW = step(1, Operation.GATHER), step(0, Operation.GATHER)
 ELSEWHERE = step(1)._replace(call_site="eval.py:9")
 
-# Where each rank is; whatever rank asks, it may go on.
+# Where each rank is: none of them is in a wait that can never end.
 IN_STEP: dict[str, dict[int, list[LaneWait]]] = {
     "call sites do not count": {
         0: [lane("world", step(1), awaits=1)],

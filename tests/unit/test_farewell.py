@@ -29,7 +29,7 @@ class Looks:
 
 @pytest.fixture
 def leave(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Ends what the end of the program waits for; the test ends it at last."""
+    """Lets end what the end of the program waits for, when the test is over in any case."""
     monkeypatch.setattr(watchdog, "FAREWELL_SECONDS", PATIENCE_S)
     event = threading.Event()
     yield event

@@ -400,7 +400,7 @@ def test_what_is_accepted_is_taken_and_what_is_not_waits() -> None:
 
 _UNUSED, _WORDS = head_tag(5), payload_tag(0, 2)
 _MOST = bytes(UNASKED_MAX_NBYTES)
-# By what is said of them; some are cut off where the judgement is made.
+# The keys are what the errors say.
 _LIES: dict[str, list[bytes]] = {
     "a frame of kind 0": [frame(0)],
     "a frame of kind 99": [frame(99)],

@@ -322,7 +322,7 @@ def test_an_answer_of_an_earlier_meeting_gives_no_guest_that_meetings_session(
 
 
 def refused(size: int, rank: int, say: Callable[[dist.Store, MeetingState], None]) -> None:
-    """What a stranger, or another program, says to a rank in the store is told as that."""
+    """A rank that meets others refuses what another program writes into the store."""
     store, progress = dist.HashStore(), MeetingState(rank, tuple(range(size)))
     ours = dist.PrefixStore("objcomm", store)
     _here.name = "a"
