@@ -211,19 +211,16 @@ def test_a_contribution_is_no_acknowledgement() -> None:
         receiving.open(head, 1)
 
 
+PATTERNS = {"broadcast": 1, "scatter": 1, "gather": -1, "all_gather": 0}  # and their roots
+
+
 @pytest.mark.parametrize("size", [2, 3, 9, 25])
 @pytest.mark.parametrize("is_large", [False, True], ids=["inline", "large"])
 def test_every_route_carries_signatures(size: int, *, is_large: bool) -> None:
     def body(exchange: Exchange) -> None:
-        for pattern, root in (
-            ("broadcast", 1),
-            ("scatter", 1),
-            ("gather", size - 1),
-            ("all_gather", 0),
-        ):
-            for message in brought(
-                pattern, exchange, root, lambda _: message_of(exchange, is_large=is_large)
-            ):
+        mine = message_of(exchange, is_large=is_large)  # signed once for each that gets it
+        for pattern, root in PATTERNS.items():
+            for message in brought(pattern, exchange, root % size, lambda _: mine):
                 message.check()
                 assert bytes(message.meta) == b"content"
         routes.all_meet(exchange, compose(exchange.header._replace(status=Status.TREE), b""))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from objcomm._transport.doors import Doors
+from objcomm._transport.frames import Kind
 from objcomm._transport.link import LinkClosed, LinkError, payload_tag
 from tests.open_files import open_files
 from tests.unit.stream_links import (
@@ -22,6 +23,7 @@ from tests.unit.stream_links import (
     both_call,
     doors_of,
     filled,
+    frame,
     room,
 )
 from tests.waits import wait_until
@@ -114,6 +116,39 @@ def test_what_a_rank_sends_before_it_ends_arrives_at_who_had_not_let_it_in() -> 
         links[0].wait(links[0].recv(word, 1, TAG), LIMIT)
         assert torch.equal(word, filled(9))
         assert links[0].is_closed(1)
+
+
+@pytest.mark.parametrize("said", ["nothing", "another rank's word", "no word"])
+def test_strangers_at_the_door_are_sent_away(said: str) -> None:
+    with behind_doors(3) as links:
+        doors = doors_of(links[0])  # as a stranger that has found them
+        words = {
+            "nothing": b"",
+            "another rank's word": doors.word_to(1),
+            "no word": bytes(doors.word_nbytes),
+        }
+        address = f"\0objcomm/{doors._places[0].name}"  # noqa: SLF001  # as a stranger that has found it
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect(address)
+            stranger.sendall(words[said] + frame(Kind.MESSAGE, nbytes=9) + bytes(9))
+            if said == "nothing":
+                stranger.shutdown(socket.SHUT_WR)
+
+            def is_sent_away() -> bool:
+                links[0].move()
+                stranger.settimeout(0)
+                try:
+                    return not stranger.recv(1)
+                except BlockingIOError:
+                    return False
+                except ConnectionResetError:  # what it said was not read whole
+                    return True
+
+            wait_until(is_sent_away, "it to be sent away")
+        assert not links[0].closed()
+        word = room(1)
+        links[1].wait(links[1].send(filled(1), 0, TAG), LIMIT)
+        links[0].wait(links[0].recv(word, 1, TAG), LIMIT)
 
 
 def test_who_answers_with_another_word_is_no_rank() -> None:

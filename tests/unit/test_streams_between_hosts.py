@@ -3,6 +3,7 @@
 import errno
 import itertools
 import socket
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, cast
@@ -218,6 +219,19 @@ def test_a_call_that_does_not_get_through_gives_way_to_the_other_ranks(
         arrives(links[0].send(filled(9), 1, TAG), links, filled(9))
         for each in fillers:
             each.close()
+
+
+def test_a_stranger_that_resets_its_connection_is_sent_away() -> None:
+    with behind_doors(across=True) as links:
+        doors = doors_of(links[0])
+        for _ in range(3):
+            place = doors._places[0]  # noqa: SLF001  # likewise
+            stranger = socket.create_connection((place.addresses[0], place.port))
+            stranger.sendall(b"a")  # else it is not let in
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            stranger.close()
+            links[0].move()
+        arrives(links[1].send(filled(9), 0, TAG), links[::-1], filled(9))
 
 
 class _Unreachable(socket.socket):
