@@ -174,9 +174,9 @@ def _unmatched(entry: CallRecord) -> str:
     found = entry.unmatched() if entry.unmatched is not None else []
     if not found:
         return ""
-    messages = [f"tag={tag} from rank {peer}" for peer, tag in found]
-    come = ", ".join(messages)
-    return f"it takes tag={entry.header.tag}, but {come} has arrived; tag=None takes any"
+    messages = ", ".join(f"tag={tag} from rank {peer}" for peer, tag in found)
+    have = "has" if len(found) == 1 else "have"
+    return f"it takes tag={entry.header.tag}, but {messages} {have} arrived; tag=None takes any"
 
 
 #: A call that waits for other ranks, with its mesh and lane.

@@ -142,7 +142,7 @@ def test_a_wait_that_ends_before_the_work_does_has_taken_nothing() -> None:
         hear("rank 0 has waited in vain")
     work = _begun_apart()
     if here().rank == 0:
-        with pytest.raises(TimeoutError, match="still in flight"):
+        with pytest.raises(TimeoutError, match="still running"):
             work.wait(0)
         say("rank 0 has waited in vain")
     with _last_to_hear(work, 1):

@@ -71,7 +71,7 @@ def test_a_raise_on_one_rank_is_raised_on_all_where_axolotl_hung() -> None:
         # There axolotl let fn's own error pass; elsewhere torch had one of its own.
         assert isinstance(caught.value, LookupError) == (rank == failing)
         assert isinstance(caught.value, RuntimeError) == (rank != failing)
-    with pytest.raises(CollectiveError, match="no scalar"):
+    with pytest.raises(CollectiveError, match="is not a scalar"):
         distributed.gather_scalar_from_all_ranks(lambda: [1, 2])
     assert_group_works()
 
@@ -99,7 +99,7 @@ def test_zero_comes_first_and_alone() -> None:
         ):
             place = store.add(f"entered{number}", 1)
             if size > 1:
-                with pytest.raises(UsageError, match="inside of"):  # it hung, or met another call
+                with pytest.raises(UsageError, match="inside"):  # it hung, or met another call
                     objcomm.all_gather(1)
         assert (place == 1) == (rank == 0)
         assert objcomm.all_gather(place)[0] == 1

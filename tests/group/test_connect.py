@@ -362,7 +362,7 @@ def test_nobody_can_give_another_address_for_a_rank_in_the_store(what: str) -> N
         mock.patch.object(rendezvous, "_append", changed) if here().rank == 1 else nullcontext(),
     ):
         error = error_in(TransportError, lambda: objcomm.barrier(group=group))
-    assert "holds what no rank of objcomm wrote" in error.reason
+    assert "holds data that objcomm did not write" in error.reason
     assert_group_works()
 
 

@@ -392,7 +392,7 @@ def test_of_bytes_that_no_rank_sent_the_sender_is_unknown() -> None:
         with pytest.raises(DecodeError, match="cannot decode what arrived: ArithmeticErr") as told:
             objcomm.from_tensor(tensor)
         assert told.value.origin is None
-        assert "if that raises it as well" in str(told.value)
+        assert "if that raises too" in str(told.value)
     refused = objcomm.to_tensor(1, codec="pickle")
     with pytest.raises(DecodeError, match="cannot decode what arrived: this rank accepts"):
         objcomm.from_tensor(refused, accept={"msgpack"})

@@ -102,7 +102,7 @@ def test_nothing_counted_is_text_without_samples() -> None:
 
 def test_a_label_that_prometheus_would_refuse_is_refused() -> None:
     for name in ("rank", "group", "operation", "a-b", "1st", "__name__", ""):
-        with case(name), pytest.raises(UsageError, match="is no valid label name"):
+        with case(name), pytest.raises(UsageError, match="is not a valid label name"):
             objcomm.exporters.stats_to_prometheus({name: "x"})
 
 

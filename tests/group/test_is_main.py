@@ -29,7 +29,7 @@ def test_without_torch_distributed_all_is_the_same() -> None:
         raised_together(block, 0, operation=name)
     assert objcomm.rank_prefixed_message("text") == "text"
     assert objcomm.is_main(scope="node")
-    with pytest.raises(UsageError, match="write scope='node'"):
+    with pytest.raises(UsageError, match="pass scope='node'"):
         objcomm.is_main("node")  # type: ignore[arg-type]  # that is the question
     with pytest.raises(UsageError, match="neither 'world' nor 'node'"):
         objcomm.is_main(scope="host")  # type: ignore[arg-type]  # that is the question

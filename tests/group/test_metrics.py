@@ -185,7 +185,7 @@ def test_a_function_that_raises_on_one_rank_raises_on_all() -> None:
             assert "in fn" in caught.value.failures[failing].traceback
             assert caught.value.operation == gather.__name__
             assert isinstance(caught.value.__cause__, LookupError) == (rank == failing)
-    with pytest.raises(CollectiveError, match="no scalar"):
+    with pytest.raises(CollectiveError, match="is not a scalar"):
         metrics.gather_scalar_from_all_ranks(lambda: [1] if rank == failing else 1)
     assert_group_works()
 

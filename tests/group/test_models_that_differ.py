@@ -106,7 +106,7 @@ def unusable() -> Iterator[tuple[str, Any, str]]:
     sparse = nn.Embedding(4, 2, sparse=True)
     sparse(torch.tensor([1])).sum().backward()
     yield "sparse", sparse.weight, "the gradient of tensor 0 is a Tensor of torch.sparse_coo"
-    yield "expanded", torch.ones(1).expand(3), "expanded: several of its elements are one"
+    yield "expanded", torch.ones(1).expand(3), "expanded: several of its elements share memory"
     yield "meta", torch.ones(3, device="meta"), "is a meta tensor"
     yield "no tensor", 3, "tensor 0 is a int of no layout"
     freed = torch.ones(3)
@@ -136,7 +136,7 @@ def test_what_is_no_list_of_tensors_or_of_pairs_is_refused() -> None:
     parameter = nn.Parameter(torch.ones(2))
     mixed: list[Any] = [("weight", parameter), parameter]
     for call in (objcomm.models.average_tensors, objcomm.models.sync_gradients):
-        with pytest.raises(CollectiveError, match="not some of both"):
+        with pytest.raises(CollectiveError, match="but not both"):
             call(mixed)
     with pytest.raises(CollectiveError, match="a list of parameters"):
         objcomm.models.sync_gradients(parameter)

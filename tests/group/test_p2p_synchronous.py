@@ -82,7 +82,7 @@ def test_to_itself_it_ends_when_the_rank_receives() -> None:
     receiving = objcomm.irecv(own)
     objcomm.ssend("wanted", own)
     assert receiving.wait() == "wanted"
-    with pytest.raises(UsageError, match="begin the receive first"):
+    with pytest.raises(UsageError, match="start the receive first"):
         objcomm.ssend("unwanted", own)
     assert objcomm.iprobe(own) is None
     work = objcomm.issend("later", own)

@@ -102,7 +102,7 @@ def test_memory_that_is_too_short_is_refused_by_all() -> None:
 
     with patch.object(transfers, "Share") as defective:
         defective.of = short
-        with pytest.raises(objcomm.ObjcommError, match="less than its sender said"):
+        with pytest.raises(objcomm.ObjcommError, match="smaller than its sender said"):
             objcomm.broadcast(at_root(torch.arange(500_000)))
 
 
@@ -113,7 +113,7 @@ def test_memory_that_its_sender_could_change_is_refused_by_all() -> None:
 
     with patch.object(transfers, "Share") as defective:
         defective.of = open_to_change
-        with pytest.raises(objcomm.ObjcommError, match="could still be changed by its sender"):
+        with pytest.raises(objcomm.ObjcommError, match="could still change the memory"):
             objcomm.broadcast(at_root(torch.arange(500_000)))
 
 

@@ -90,9 +90,9 @@ def test_ranks_join_by_a_launchers_variables(
     again = objcomm.init("gloo", timeout=PATIENCE_S, device="cpu")
     assert (again.launcher, again.rank, again.world_size) == ("program", rank, 2)
     assert again.local_rank == rank
-    with pytest.raises(UsageError, match="initialised with 'cpu:gloo,cuda:gloo'"):
+    with pytest.raises(UsageError, match="initialized with 'cpu:gloo,cuda:gloo'"):
         objcomm.init("cpu:mpi")
-    with pytest.raises(UsageError, match=f"timeout=5 s, but .* initialised with {PATIENCE_S:g} s"):
+    with pytest.raises(UsageError, match=f"timeout=5 s, but .* initialized with {PATIENCE_S:g} s"):
         objcomm.init(timeout=5)
     with pytest.raises(UsageError, match="the current device is 'cpu'"):
         objcomm.init(device="cuda:1")
@@ -204,7 +204,7 @@ def test_ranks_wait_for_each_other_each_time() -> None:
         assert store.check([f"late {turn}"])
     if rank == 0:
         store.set_timeout(timedelta(seconds=1))
-        with pytest.raises(TimeoutError, match="1 of 2 ranks have not come"):
+        with pytest.raises(TimeoutError, match="1 of 2 ranks have not arrived"):
             await_all(store, 2)
 
 

@@ -91,7 +91,7 @@ def test_a_wrong_answer_is_refused(kind: str) -> None:
 
 
 def test_what_travelled_already_does_not_follow() -> None:
-    with pytest.raises(DecodeError, match="travelled"):
+    with pytest.raises(DecodeError, match="already been sent"):
         received((None, (6, 6.0), ((1, ALL),), ""), place(may_follow=False))
 
 

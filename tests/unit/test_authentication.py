@@ -141,7 +141,7 @@ def test_a_message_counts_once() -> None:
     sending, receiving, _ = pair()
     head = sending.gate.head_of(message_of(sending))
     receiving.open(head, 1)
-    with pytest.raises(AuthenticationError, match="an old message came again"):
+    with pytest.raises(AuthenticationError, match="an old message was replayed"):
         receiving.open(head, 1)
     receiving.open(sending.gate.head_of(message_of(sending)), 1)
 
@@ -167,7 +167,7 @@ def test_a_message_of_an_earlier_call_is_old_and_not_out_of_step(*, has_next_beg
     if has_next_begun:  # whose messages have numbers as well, but not that of the second
         sending, _, _ = pair(mesh, mesh, sequence=1)
         later.open(sending.gate.head_of(message_of(sending)), 1)
-    with pytest.raises(AuthenticationError, match="an old message came again"):
+    with pytest.raises(AuthenticationError, match="an old message was replayed"):
         later.open(heads[-1], 1)
 
 
@@ -276,7 +276,7 @@ def test_a_key_that_can_be_guessed_is_refused(key: str | bytes) -> None:
 
 
 def test_a_key_is_text_or_bytes_and_is_not_shown() -> None:
-    with pytest.raises(UsageError, match="bytes or text, not a int"):
+    with pytest.raises(UsageError, match="bytes or a string, not a int"):
         objcomm.configure(key=7)  # type: ignore[arg-type]
     assert KEY not in repr(KEYED)
     assert "secret" not in repr(KEYED)
@@ -313,7 +313,7 @@ def test_a_key_file_that_others_can_open_is_refused(key_file: Path, mode: int) -
 def test_what_is_no_key_file_is_refused(key_file: Path, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe, 0o600)
-    for path, text in ((pipe, "no regular file"), (tmp_path, "read|regular"), ("none", "read")):
+    for path, text in ((pipe, "not a regular file"), (tmp_path, "read|regular"), ("none", "read")):
         with pytest.raises(UsageError, match=text):
             read_key_file(str(path))
     key_file.write_text("short\n")

@@ -238,7 +238,7 @@ def test_what_cannot_be_rebuilt_is_named_with_where_it_sits(
         objcomm.from_tensor(objcomm.to_tensor(make()))
     error = caught.value
     assert (error.path, error.made_by) == (path, made_by)
-    for told in (path, made_by, "on the rank that sent it: if that raises it as well"):
+    for told in (path, made_by, "on the rank that sent it: if that raises too"):
         assert told in str(error)
     again = pickle.loads(pickle.dumps(error))  # noqa: S301  # its own
     assert (again.path, again.made_by, str(again)) == (path, made_by, str(error))

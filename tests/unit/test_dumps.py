@@ -50,7 +50,7 @@ def _in_entry(**fields: object) -> Callable[[Raw], object]:
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (_without("objcomm_dump"), "no dump of objcomm.recorder"),
+        (_without("objcomm_dump"), "not a dump of objcomm.recorder"),
         (_with(objcomm_dump=9), "version 9"),
         (_without("host"), "host is missing"),
         (_with(rank="0"), "rank is wrong"),

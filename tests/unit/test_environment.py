@@ -129,7 +129,7 @@ BROKEN: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "no size": ({"RANK": "0"}, ("RANK=0", "WORLD_SIZE is not", "number of ranks")),
     "a batch script that promises ranks": (BATCH | {"WORLD_SIZE": "8"}, ("set RANK", "srun")),
     "no size under SLURM": ({"SLURM_PROCID": "0"}, ("SLURM_PROCID=0", "SLURM_NTASKS")),
-    "no number": (TORCHRUN | {"RANK": "x"}, ("RANK='x'", "whole number")),
+    "no number": (TORCHRUN | {"RANK": "x"}, ("RANK='x'", "not an integer")),
     "no whole number": (TORCHRUN | {"LOCAL_RANK": "0.5"}, ("LOCAL_RANK='0.5'",)),
     "a rank outside": (TORCHRUN | {"RANK": "4"}, ("RANK=4", "WORLD_SIZE=4")),
     "a negative rank": (SLURM | {"SLURM_PROCID": "-1"}, ("SLURM_PROCID=-1", "SLURM_NTASKS=8")),

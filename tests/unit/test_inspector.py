@@ -74,7 +74,7 @@ def test_what_a_ring_has_forgotten_was_not_left_out() -> None:
 def test_a_dump_that_was_taken_before_says_nothing_of_later_calls() -> None:
     dumps = alike(entry(0), entry(1))
     dumps[1] = dump(1, group(entry(0)), at=T0 + 0.5)
-    assert "do not part" in said(dumps)
+    assert "do not diverge" in said(dumps)
     assert "had not reached it when its dump was taken" in inspect(dumps, 20)
 
 
@@ -114,7 +114,7 @@ def test_whose_lane_made_the_ranks_meet_does_not_matter() -> None:
         dump(1, group(met | {"lane": 5, "lane_name": "eval"}, entry(0), entry(0, lane=5))),
         dump(2, group(entry(0), entry(0, lane=5, lane_name="eval"))),
     ]
-    assert "do not part: 2 calls match" in said(dumps)
+    assert "do not diverge: 2 calls match" in said(dumps)
 
 
 def test_lanes_groups_and_meshes_are_kept_apart() -> None:
@@ -129,7 +129,7 @@ def test_lanes_groups_and_meshes_are_kept_apart() -> None:
         "group 'mesh_dp' (ranks 0, 2)",
         "group '0' (ranks 0-2), lane 'eval'",
     ]
-    assert "do not part: 4 calls" in said(dumps)
+    assert "do not diverge: 4 calls" in said(dumps)
 
 
 def test_only_the_last_calls_are_shown_and_what_is_marked() -> None:

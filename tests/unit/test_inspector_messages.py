@@ -32,7 +32,7 @@ def test_messages_are_matched_by_pair_and_direction(send: str, recv: str) -> Non
         dump(1, group(entry(0), message(0, send, 0), message(0, recv, 0), entry(1))),
         dump(2, group(entry(0), message(0, send, 2, mesh=0), entry(1))),
     ]
-    assert "do not part: 4 calls match" in said(dumps)
+    assert "do not diverge: 4 calls match" in said(dumps)
     told = inspect(dumps, 20)
     assert ">" not in told
     for words in (
@@ -48,7 +48,7 @@ def test_messages_are_matched_by_pair_and_direction(send: str, recv: str) -> Non
 def test_a_message_that_nobody_took_parts_no_ranks() -> None:
     dumps = alike(entry(0))
     dumps[0] = dump(0, group(entry(0), message(3, "send", 1)))
-    assert "do not part" in said(dumps)
+    assert "do not diverge" in said(dumps)
     assert "rank 1     has not taken it" in inspect(dumps, 20)
 
 

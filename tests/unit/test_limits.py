@@ -100,7 +100,7 @@ def test_a_limit_is_a_whole_number_that_leaves_room(name: str) -> None:
         assert getattr(settings(), name) == 7
     least = 0 if name == "max_buffers" else 1
     for limit, told in (
-        *[(each, "must be a whole number") for each in (True, 1.5, "5")],
+        *[(each, "must be an integer") for each in (True, 1.5, "5")],
         *[(each, rf"{name}={each}.* must be {least} or more") for each in (-1, least - 1)],
     ):
         with pytest.raises(UsageError, match=told):

@@ -65,7 +65,7 @@ def test_who_leaves_by_itself_is_told_in_its_own_words(cause: Cause) -> None:
     """That it lives, or has given up, is guessed of one whose connections were closed silently."""
     mesh = mesh_like(0, 1)
     mesh.board_thread.processes.note(0, mesh.board_thread.processes.own)
-    reason = "its program ended by ValueError: boo"
+    reason = "its program ended with ValueError: boo"
     told = by_name_here(mesh, Verdict.of(cause, ranks=(0,), reason=reason)).reason
     assert (told == reason) == (cause is Cause.LEFT)
-    assert told.startswith("it lives") == (cause is Cause.LOST)
+    assert told.startswith("it is alive") == (cause is Cause.LOST)

@@ -86,7 +86,7 @@ _ANSWER = answer(_mesh(1, b"key"), Operation.TAKE, 3)
 )
 def test_a_word_that_the_other_rank_has_not_said_is_an_error(said: bytes) -> None:
     offers, heard = _offered(3, secret=b"key")
-    with pytest.raises(WireError, match="rank 1 has sent an answer"):
+    with pytest.raises(WireError, match="rank 1 has sent an invalid answer"):
         offers.hear(said)
     assert heard == []
     offers.hear(_ANSWER)

@@ -410,13 +410,13 @@ _LIES: dict[str, list[bytes]] = {
     f"a message of {1 << 63} bytes unasked": [frame(Kind.MESSAGE, HEAD, 1 << 63)],
     "9 bytes for 8": [frame(Kind.MESSAGE, TAG, 9) + bytes(9), frame(Kind.OFFER, TAG, 9, 1)],
     f"{1 << 63} bytes for 8": [frame(Kind.OFFER, TAG, 1 << 63, 1)],
-    "an offer that may not be made": [
+    "an offer that is not allowed": [
         frame(Kind.OFFER, HEAD, 9, 1),
         2 * frame(Kind.OFFER, _WORDS, 9, 1),
         frame(Kind.SHARE, TAG, 8, 1),  # without a descriptor
     ],
     "what was not offered": [frame(Kind.TAKE, number=9), frame(Kind.HELD, number=9)],
-    "what nobody has asked for": [
+    "content that was not requested": [
         frame(Kind.CONTENT, number=1),
         frame(Kind.OFFER, TAG, 8, 5) + 2 * (frame(Kind.CONTENT, number=5) + bytes(8)),
     ],

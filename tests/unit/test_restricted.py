@@ -178,7 +178,7 @@ def test_no_sample_is_changed(name: str) -> None:
     ],
 )
 def test_all_else_is_refused_by_its_name(obj: object) -> None:
-    with pytest.raises(ForbiddenTypeError, match="is not admitted; list it in allow="):
+    with pytest.raises(ForbiddenTypeError, match="is not allowed; add it to allow="):
         received(obj, allow=[Pair])
 
 

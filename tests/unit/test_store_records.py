@@ -164,7 +164,7 @@ def test_no_field_of_whereabouts_may_be_of_another_type() -> None:
 def test_a_record_longer_than_any_rank_writes_is_not_read() -> None:
     """Empty lists take one byte there, and 64 in memory."""
     raw = msgpack.packb([[]] * (4 << 20))
-    with pytest.raises(WireError, match=f"holds a verdict of {len(raw)} bytes, which no rank"):
+    with pytest.raises(WireError, match=f"holds a verdict of {len(raw)} bytes, which objcomm"):
         unpack_record(raw, Verdict, "a verdict")
 
 

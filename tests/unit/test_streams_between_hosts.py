@@ -294,5 +294,5 @@ def test_where_a_rank_can_be_reached_is_one_word(
     ],
 )
 def test_a_place_that_no_rank_told_is_refused(told: str) -> None:
-    with pytest.raises(WireError, match="holds what no rank of objcomm wrote"):
+    with pytest.raises(WireError, match="holds data that objcomm did not write"):
         Place.of(told)

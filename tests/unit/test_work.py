@@ -25,7 +25,7 @@ def test_in_flight_then_done(begun: Begin) -> None:
     work = flight.work
     assert not work.done()
     for ask in (work.result, work.exception):
-        with pytest.raises(UsageError, match="still in flight"):
+        with pytest.raises(UsageError, match="still running"):
             ask()
     assert repr(work) == f"<objcomm.Work: gather at {PLACE}, running>"
     flight.end()
@@ -69,7 +69,7 @@ def test_in_flight_then_failed(begun: Begin) -> None:
 @pytest.mark.parametrize("limit", [0.05, timedelta(milliseconds=50)])
 def test_a_wait_that_passes_leaves_the_work_in_flight(begun: Begin, limit: Any) -> None:
     flight = begun("late")
-    with pytest.raises(TimeoutError, match=r"gather at .*:7 is still in flight") as caught:
+    with pytest.raises(TimeoutError, match=r"gather at .*:7 is still running") as caught:
         flight.work.wait(limit)
     assert not isinstance(caught.value, objcomm.ObjcommError)
     assert not flight.work.done()
@@ -218,7 +218,7 @@ def test_a_limit_of_zero_asks_once() -> None:
     pending = objcomm.irecv(0, tag=71)
     for nothing in (0, 0.0, timedelta(0)):
         assert done.wait(nothing) == [1]
-        with pytest.raises(TimeoutError, match="still in flight"):
+        with pytest.raises(TimeoutError, match="still running"):
             pending.wait(nothing)
     objcomm.send("late", 0, tag=71)
     assert pending.wait() == "late"

@@ -65,7 +65,7 @@ def test_wait_all_raises_the_first_error_after_all_have_ended(begun: Begin) -> N
 
 def test_wait_all_gives_up_at_its_limit(begun: Begin) -> None:
     flights = [begun(number) for number in range(3)]
-    with pytest.raises(TimeoutError, match="still in flight"):
+    with pytest.raises(TimeoutError, match="still running"):
         wait_all([flight.work for flight in flights], 0.2)
     for flight in flights:
         flight.may_end.set()

@@ -2,7 +2,7 @@
 
 ranks: 2
 0: BrokenGroupError
-    says all_gather … can carry no more objects … TransportTimeout
+    says all_gather … can no longer carry objects … TransportTimeout
     says rank 1 did not arrive within 0.5 s
     says make a new process group, or restart the job
 1: any
