@@ -91,7 +91,7 @@ def gather_scalar(
         On the destination, one value per rank, in group rank order. ``None`` elsewhere.
 
     Raises:
-        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         CollectiveError: some rank's value is not a scalar. Raised on the destination and that rank.
         ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
 
@@ -148,7 +148,7 @@ def all_gather_scalar(
         One value per rank, in group rank order.
 
     Raises:
-        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         CollectiveError: some rank's value is not a scalar. Raised on every rank.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
 
@@ -205,7 +205,7 @@ def gather_from_all_ranks(
         On the destination, one result per rank, in group rank order. ``None`` elsewhere.
 
     Raises:
-        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         CollectiveError: ``fn`` raised on some rank, or a result could not be encoded or decoded.
             Raised on every rank, with each failing rank's type, message and traceback.
         ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
@@ -257,7 +257,7 @@ def gather_scalar_from_all_ranks(
         On the destination, one value per rank, in group rank order. ``None`` elsewhere.
 
     Raises:
-        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         CollectiveError: ``fn`` raised on some rank, or did not return a scalar. Raised on every
             rank.
         ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
@@ -439,7 +439,7 @@ def reduce_and_broadcast(
         What ``fn2`` returned, on every rank.
 
     Raises:
-        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         CollectiveError: ``fn1`` raised on some rank, ``fn2`` raised, or a result could not be
             encoded. Raised on every rank, with each failing rank's type, message and traceback.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.
@@ -500,7 +500,7 @@ def average_metrics(
         same computation on one rank.
 
     Raises:
-        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         CollectiveError: names differ, a value or a count is not a number, or a count is negative or
             infinite. Raised on every rank; ``failures`` says what is wrong on each rank.
         ObjcommError: whatever else ``objcomm.all_gather`` raises, on the same ranks.

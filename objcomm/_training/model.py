@@ -48,7 +48,7 @@ def broadcast_tensors(
         timeout: seconds or timedelta; defaults to the group's own.
 
     Raises:
-        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: two ranks have different tensors, and the error names the first difference
             and the two ranks; or a tensor on some rank can't be changed in place (sparse, expanded,

@@ -74,7 +74,7 @@ def compute_and_broadcast(
         elsewhere an independent copy.
 
     Raises:
-        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         CollectiveError: ``fn`` raised, or its result could not be encoded. Raised on every rank,
             with the type, message and traceback; on the source, chained to its own exception.
         ObjcommError: whatever else ``objcomm.broadcast`` raises, on the same ranks.
@@ -144,7 +144,7 @@ def run_on_main(  # noqa: PLR0917  # SpeechBrain's positions
         What ``func`` returned. On ``rank`` this is the same object, elsewhere an independent copy.
 
     Raises:
-        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         CollectiveError: ``func`` raised, its result could not be encoded, or ``post_func`` raised
             on some rank. Raised on every rank, with each failing rank's type, message and
             traceback; on a failing rank, chained to its own exception. Later calls work.
@@ -269,7 +269,7 @@ def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
         elsewhere an independent copy.
 
     Raises:
-        UsageError: an argument is wrong. Raised on every rank that passed it, before any traffic.
+        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         CollectiveError: ``func`` or ``post_func`` raised on some rank, or a result could not be
             encoded or decoded. Raised on every rank of all hosts, with each failing rank's type,
             message and traceback; on a failing rank, chained to its own exception. Later calls
