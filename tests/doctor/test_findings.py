@@ -89,7 +89,7 @@ def test_variables_that_are_wrong_are_told_with_what_to_do() -> None:
     problem = "RANK=4 is not between 0 and WORLD_SIZE=4 - 1; count from 0"
     odd = report(UNKNOWN, place_problem=problem)
     found = only(Evidence(1, {UNKNOWN: odd}))
-    assert found.what.startswith("RANK=4 does not lie between")
+    assert found.what.startswith("RANK=4 is not between")
     assert found.remedy == "count from 0"
     assert found.where == "a process on node0"
 

@@ -52,7 +52,7 @@ def test_the_findings_come_last_and_the_worst_of_them_in_the_last_line() -> None
     )
     assert lines[-1] == "1 error, 1 warning; first: missing-ranks, rank 3"
     at = lines.index("ERROR missing-ranks: rank 3: did not arrive within 30 s; ranks 0-2 did")
-    assert lines[at + 1].startswith("  -> see that they were started")
+    assert lines[at + 1].startswith("  -> check that they were started")
     assert max(map(len, lines[at:])) <= 100
 
 

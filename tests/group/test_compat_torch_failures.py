@@ -47,7 +47,7 @@ def test_a_wrong_argument_is_refused_before_any_traffic() -> None:
             lambda: dist_objects.all_gather_object(box, 1, group=no_group),
             "all_gather_object: group='world' must",
         ),
-        (lambda: dist_objects.send_object_list(box), "give dst= or group_dst="),
+        (lambda: dist_objects.send_object_list(box), "pass dst= or group_dst="),
         (lambda: dist_objects.send_object_list(box, here().rank), "this rank itself"),
         (lambda: dist_objects.send_object_list(5, peer), "give a list"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda: dist_objects.recv_object_list(box, here().rank), "this rank itself"),

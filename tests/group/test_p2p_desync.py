@@ -144,7 +144,7 @@ def test_a_limit_of_a_receive_names_the_tags_that_have_come() -> None:
                 TransportTimeout, lambda: objcomm.recv(0, timeout=1.0)
             )
         come = ", ".join(f"tag={tag} from rank 0" for tag in (1, 2, 3))
-        told = f"it takes tag=0, but {come}; tag=None takes any"
+        told = f"it takes tag=0, but {come} have arrived; tag=None takes any"
         assert error.positions[1].unmatched == told
         say("late")
         assert [objcomm.recv(0, tag=tag) for tag in range(1, 6)] == [1, 2, 3, 4, 5]

@@ -289,7 +289,7 @@ def test_an_answer_of_another_kind_is_an_error_that_names_its_rank(kind: str, sr
         return  # nothing that it tells is looked at
     assert "DecodeError" in others
     assert f"cannot decode what rank {src} gave to " in others
-    assert "it is no " in others
+    assert "it is not " in others
 
 
 @ranks(2)

@@ -181,10 +181,10 @@ def test_a_wait_that_is_given_up_raises_and_counts_no_more_when_it_ends() -> Non
         begun.wait()
         apart.do(lambda: threads.append(threading.current_thread()))  # its thread stays, idle
         apart.abandon()
-        with pytest.raises(RuntimeError, match="given up"):
+        with pytest.raises(RuntimeError, match="before everything sent over them was taken"):
             caller.result()
         assert not apart._pool.under_way  # noqa: SLF001  # there is no public way
-        with pytest.raises(RuntimeError, match="given up"):
+        with pytest.raises(RuntimeError, match="before everything sent over them was taken"):
             apart.do(wait)
         may_end.set()
     wait_until(lambda: not any(each.is_alive() for each in threads), "their end")
@@ -219,7 +219,7 @@ def test_without_a_thread_to_spare_what_is_given_up_is_not_waited_for() -> None:
     apart.abandon()
     with (
         mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no threads")),
-        pytest.raises(RuntimeError, match="given up"),
+        pytest.raises(RuntimeError, match="before everything sent over them was taken"),
     ):
         apart.do(lambda: pytest.fail("it may have no end"))
 

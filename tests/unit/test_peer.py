@@ -415,7 +415,10 @@ _LIES: dict[str, list[bytes]] = {
         2 * frame(Kind.OFFER, _WORDS, 9, 1),
         frame(Kind.SHARE, TAG, 8, 1),  # without a descriptor
     ],
-    "what was not offered": [frame(Kind.TAKE, number=9), frame(Kind.HELD, number=9)],
+    "an answer to an offer that was not made": [
+        frame(Kind.TAKE, number=9),
+        frame(Kind.HELD, number=9),
+    ],
     "content that was not requested": [
         frame(Kind.CONTENT, number=1),
         frame(Kind.OFFER, TAG, 8, 5) + 2 * (frame(Kind.CONTENT, number=5) + bytes(8)),

@@ -3,7 +3,7 @@
 ranks: 3, by hand
 0: exit 1
 1-2: StartError
-    says init: … rank 0 … has not come
+    says init: … rank 0 … has not started
     says MASTER_ADDR
     never frame #
 """

@@ -2,7 +2,7 @@
 
 ranks: 2
 all: CollectiveError
-    says average_metrics … a metric's name … text, not 0
+    says average_metrics … a metric's name … string, not 0
 """
 
 import objcomm

@@ -2,11 +2,11 @@
 
 ranks: 3
 0: StartError
-    says rank 2 has not come
+    says rank 2 has not arrived
     says WARNING … rank 2
     never frame #
 1: StartError
-    says rank 2 has not come
+    says rank 2 has not arrived
 2: exit 1
 """
 
