@@ -1,4 +1,4 @@
-"""all_to_all: what arrives where, at which size, and what a failure does to all ranks."""
+"""all_to_all: which objects arrive where, their sizes, and how a failure affects all ranks."""
 
 import itertools
 import threading
@@ -114,7 +114,7 @@ def test_an_object_that_cannot_be_encoded_fails_every_rank(nbytes: int) -> None:
             if rank == culprit:
                 objs[place] = threading.Lock()
             if place == culprit:
-                continue  # what stays on its own rank need not travel
+                continue  # an object for its own rank is not sent
             with pytest.raises(CollectiveError) as caught:
                 objcomm.all_to_all(objs)
             assert list(caught.value.failures) == [culprit]
@@ -150,7 +150,7 @@ def test_exchanges_in_flight_may_be_waited_for_in_any_order() -> None:
     objs = [[(turn, rank, peer) for peer in range(size)] for turn in range(6)]
     works = [objcomm.all_to_all(each, async_op=True) for each in objs]
     for each in objs:
-        each.clear()  # what was encoded has left
+        each.clear()  # the objects were encoded at the call
     for turn in sorted(range(6), key=lambda turn: (turn * (rank + 1)) % 7):
         assert works[turn].wait() == [(turn, peer, rank) for peer in range(size)]
 

@@ -1,4 +1,4 @@
-"""Operations in flight: their results, their order, and how one waits for them."""
+"""Asynchronous operations: their results, their order, and the ways to wait for them."""
 
 import asyncio
 import contextlib
@@ -108,7 +108,7 @@ def test_synchronous_calls_come_in_their_place() -> None:
         assert objcomm.all_gather((turn, "between", mine)) == [
             (turn, "between", rank) for rank in range(size)
         ]
-        assert all(work.done() for work in works)  # a synchronous call follows those before it
+        assert all(work.done() for work in works)  # a synchronous call runs after the earlier ones
         works.append(objcomm.all_reduce(turn, async_op=True))
         assert works[2].wait() == turn * size
         assert works[1].wait() == (turn, size - 1)
@@ -128,7 +128,7 @@ def test_some_ranks_may_call_synchronously_what_others_do_not() -> None:
 
 @ranks(2, 3)
 def test_a_call_returns_before_the_others_have_come() -> None:
-    objcomm.barrier()  # the first use of a group waits for all
+    objcomm.barrier()  # the first use of a group waits for all ranks
     if here().rank == 0:
         works = [objcomm.all_gather(0, async_op=True), objcomm.barrier(async_op=True)]
         assert not any(work.done() for work in works)
@@ -217,7 +217,7 @@ def test_torchs_own_collectives_on_the_same_group_do_not_mix_in() -> None:
 @pytest.mark.parametrize("turns", [40, pytest.param(200, marks=pytest.mark.long)])
 @ranks(2, 4)
 def test_background_gathers_beside_barriers_and_torchs_reductions(turns: int) -> None:
-    """What issue 4 asks for: 200 of each at once, without deadlock or wrong pairing."""
+    """Issue 4: 200 of each at the same time, without a deadlock or a mismatched pair."""
     size, mine = here().world_size, here().rank
 
     def gather() -> None:
@@ -240,7 +240,7 @@ def test_background_gathers_beside_barriers_and_torchs_reductions(turns: int) ->
     assert_group_works()
 
 
-# What may change, and when
+# What may change after the call
 
 
 @ranks(2)
@@ -259,7 +259,7 @@ def test_what_is_pickled_may_change_after_the_call() -> None:
 @ranks(2, 3, 4)
 @pytest.mark.parametrize("is_large", [False, True])
 def test_an_operand_may_change_after_the_call(*, is_large: bool) -> None:
-    """Also on the ranks that combine their own one with others."""
+    """Also on the ranks that combine their own operand with others'."""
     rank, size = here().rank, here().world_size
     filler = "x" * (50_000 if is_large else 1)
     expected = [(each, filler) for each in range(size)]
@@ -306,7 +306,7 @@ def test_torchs_modes_are_those_of_the_call(mode: str, size: int) -> None:
         assert facts(work.wait()) == facts(wanted)
 
 
-# Waiting for several, asyncio
+# Waiting for several works, and asyncio
 
 
 @ranks(1, 2, 3)
@@ -381,7 +381,7 @@ def _read_only(array: Any) -> Any:
 
 
 class _OutOfBand:
-    """Pickles its array as any class may, without objcomm's help."""
+    """Pickle the array out of band by the class's own method, without objcomm."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -390,7 +390,7 @@ class _OutOfBand:
         return bytes, (pickle.PickleBuffer(self.array),)
 
 
-#: How an array is part of what is sent.
+#: How the object that is sent contains the array.
 PARTS: dict[str, Callable[[Any], Any]] = {
     "itself": lambda array: array,
     "a view of it": lambda array: array[100:],
@@ -403,7 +403,7 @@ PARTS: dict[str, Callable[[Any], Any]] = {
 @ranks(2)
 @pytest.mark.parametrize("part", [*PARTS, "reduced"])
 def test_an_array_cannot_be_resized_while_it_travels(part: str) -> None:
-    """NumPy would free the memory that is being sent, even where it is told not to look."""
+    """NumPy would free the memory being sent; ``refcheck=False`` skips its own check."""
     objcomm.barrier()
     array = np.ones(1_000_000)
     if here().rank == 0:

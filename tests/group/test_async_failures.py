@@ -1,4 +1,4 @@
-"""Errors of operations in flight: who hears of them, and when."""
+"""Errors of asynchronous operations: which ranks raise them, and when."""
 
 import os
 import signal
@@ -138,7 +138,7 @@ def test_ranks_that_differ_in_flight_hear_of_it_and_the_group_works_on() -> None
 
 @ranks(2)
 def test_a_circle_through_a_wait_is_found() -> None:
-    """Each rank waits for the other one in another group, one of them in a work's wait."""
+    """The ranks wait for each other in different groups, one of them in a work's wait."""
     with two_groups() as (one, two):
         with closely(), patiently():
             if here().rank == 0:
@@ -158,7 +158,7 @@ def test_a_circle_through_a_synchronous_call_behind_a_work_is_found() -> None:
             if here().rank == 0:
                 work = objcomm.barrier(group=one, async_op=True)
                 with pytest.raises(DesyncError):
-                    objcomm.barrier(group=one)  # waits for the one before it
+                    objcomm.barrier(group=one)  # waits for the earlier call
                 assert isinstance(soon(work), DesyncError)
             else:
                 with pytest.raises(DesyncError):
@@ -170,7 +170,7 @@ def test_a_circle_through_a_synchronous_call_behind_a_work_is_found() -> None:
 
 @ranks(2)
 def test_a_wait_with_a_limit_closes_no_circle() -> None:
-    """Rank 0 waits for rank 1, which waits for rank 0 elsewhere; but rank 0 can go there."""
+    """Rank 0 waits for rank 1, which waits for rank 0 elsewhere, but rank 0 can still get there."""
     with two_groups() as (one, two):
         if here().rank == 0:
             work = objcomm.barrier(group=one, async_op=True)
@@ -211,7 +211,7 @@ def test_a_death_ends_what_is_in_flight() -> None:
 
 @ranks(2)
 def test_messages_of_a_group_of_two_meet_apart_from_its_collectives() -> None:
-    """Whichever of the two is begun first on each rank."""
+    """No matter which of the two each rank starts first."""
     for _ in range(3):
         group: Any = dist.new_group([0, 1])
         if here().rank == 0:
@@ -258,9 +258,9 @@ def test_an_interrupt_of_a_call_that_waits_for_those_before_it_leaves_nobody_wai
 @ranks(2)
 @pytest.mark.parametrize("is_begun", [False, True], ids=["still queued", "already begun"])
 def test_a_call_that_is_interrupted_while_it_is_handed_over_is_concluded_once(
-    is_begun: bool,  # noqa: FBT001  # pytest's way to pass parameters
+    is_begun: bool,  # noqa: FBT001  # pytest passes parameters by name
 ) -> None:
-    """Ctrl-C comes when the lane's thread has the call, and its caller has not returned yet."""
+    """Ctrl-C comes when the lane's thread has the call, but the caller has not returned yet."""
     group = dist.new_group()
     objcomm.barrier(group=group)
     if here().rank == 0:
@@ -287,7 +287,7 @@ def test_a_call_that_is_interrupted_while_it_is_handed_over_is_concluded_once(
 
 @contextmanager
 def _interrupted_after_submit(*, is_begun: bool) -> Iterator[list[str]]:
-    """Let Ctrl-C come when a job was queued, or done; gives the operations concluded meanwhile."""
+    """Raise Ctrl-C once a job is queued or done; yield the operations concluded meanwhile."""
     submit, conclude = SerialExecutor.submit, Recorder.conclude
     concluded: list[str] = []
 
@@ -355,7 +355,7 @@ def test_a_callback_on_the_lines_thread_that_communicates_is_refused() -> None:
 
 
 class Talkative:
-    """Communicates when it arrives."""
+    """Communicates when it is unpickled."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         objcomm.barrier()
@@ -373,7 +373,7 @@ def test_an_object_that_communicates_when_it_arrives_is_refused(*, is_thread_ove
         with objcomm.lane(f"talkative {is_thread_over}"):
             works.append(objcomm.all_gather(Talkative(), async_op=True))
 
-    if is_thread_over:  # so nobody owns the lane when it arrives
+    if is_thread_over:  # so no thread owns the lane when the object arrives
         objcomm.barrier()
         if here().rank == 0:
             with meanwhile(call):

@@ -1,4 +1,4 @@
-"""What operations in flight leave behind, and what is seen of them."""
+"""What asynchronous operations leave behind, and where they show up."""
 
 import gc
 import linecache
@@ -32,10 +32,10 @@ from tests.ranks import ranks
 from tests.waits import wait_until
 from tests.workers import here
 
-# How long a thread of no more use may stay, where its end is awaited.
+# How long an idle thread lingers in the tests that wait for its end.
 _SHORT_LINGER_S = 0.05
 
-# What is left behind
+# What operations leave behind
 
 
 @ranks(1, 2)
@@ -50,7 +50,7 @@ def test_what_is_never_waited_for_is_reported_at_its_line() -> None:
         objcomm.all_reduce(RefusesToPickle(LookupError("lost")), "max", async_op=True)
         objcomm.barrier()
         _end_lines()
-    # What a test before this one has dropped may be collected here; it was begun elsewhere.
+    # Works dropped by earlier tests may be collected here, but were started in other files.
     told = [each for each in caught if each.filename == __file__]
     assert [each.category for each in told] == [RuntimeWarning] * 2
     assert all("async_op=True" in linecache.getline(__file__, each.lineno) for each in told)
@@ -59,7 +59,7 @@ def test_what_is_never_waited_for_is_reported_at_its_line() -> None:
 
 
 def _end_lines() -> None:
-    """Wait until no line's thread is left: it lets go of a work last."""
+    """Wait until all lines' threads have ended, since they are the last to hold a work."""
     wait_until(lambda: not lines(), "the threads of all lines to end")
 
 
@@ -75,7 +75,7 @@ def test_only_asynchronous_calls_get_a_thread_and_it_ends_when_idle() -> None:
         if here().rank == 1:
             hear("rank 0 has looked")
         works = [objcomm.all_gather(turn, async_op=True) for turn in range(20)]
-        if here().rank == 0:  # none of them has ended
+        if here().rank == 0:  # no operation has finished
             assert [thread.name for thread in lines()] == ["objcomm-line"]
         with objcomm.lane("loud"):
             works += [objcomm.all_gather(turn, async_op=True) for turn in range(20)]
@@ -162,11 +162,11 @@ def test_memory_does_not_grow_with_the_number_of_works() -> None:
 
     fill_history()
     counts = [call_often() for _ in range(5)]
-    # What is kept of each turn is kept in each round; a thread that begins or ends, in one of them.
+    # A leak per turn shows in every round, the start or end of a thread in only one.
     assert min(after - before for before, after in pairwise(counts)) < 15, counts
 
 
-# What is seen of it
+# Where operations show up
 
 
 @ranks(2)

@@ -1,7 +1,7 @@
-"""An error in flight that the program has not taken yet: what it begins until then fails with it.
+"""Asynchronous errors that the program has not retrieved yet; calls until then fail with them.
 
-Another rank may have begun its call of the same place before the error, so both have to fail. What
-a rank begins afterwards, on every rank, goes over new connections.
+Another rank may have started the matching call before the error, so both have to fail. Once the
+error is retrieved, the next calls use new connections, on every rank.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from tests.workers import here
 
 
 def _begun_apart(group: dist.ProcessGroup | None = None) -> Work[Any]:
-    """A work that fails on every rank, because rank 1 begins another operation."""
+    """Start a work that fails on every rank, because rank 1 starts a different operation."""
     operation: Any = objcomm.all_gather if here().rank == 1 else objcomm.all_reduce
     work: Work[Any] = operation(1, group=group, async_op=True)
     return work
@@ -42,9 +42,9 @@ def _begun_apart(group: dist.ProcessGroup | None = None) -> Work[Any]:
 
 @contextlib.contextmanager
 def _last_to_hear(work: Work[Any], *others: int) -> Iterator[bool]:
-    """Let rank 0 come here when the others have left: they have begun all, and heard of it.
+    """Hold rank 0 here until the others have left the block, with their calls started and failed.
 
-    The work's error is here as well by then, and rank 0 has not asked for it.
+    By then the work's error has reached rank 0 too, but rank 0 has not retrieved it.
     """
     with closely(), patiently():
         if here().rank == 0:
@@ -131,7 +131,7 @@ def test_who_has_taken_the_error_in_whichever_way_goes_on(way: Callable[[Work[An
         way(works[0])
     tell_all("all have heard", "")
     assert objcomm.all_gather(here().rank, async_op=True).wait() == [0, 1]
-    assert isinstance(soon(works[1]), DesyncError)  # later, which takes nothing from what follows
+    assert isinstance(soon(works[1]), DesyncError)  # retrieved late, without effect
     assert_group_works()
 
 
@@ -156,7 +156,7 @@ def test_a_wait_that_ends_before_the_work_does_has_taken_nothing() -> None:
 def test_a_work_that_nobody_asks_is_heard_of_in_the_next_call() -> None:
     objcomm.barrier()
     with warnings.catch_warnings(), closely(), patiently():
-        warnings.simplefilter("ignore")  # never waited for, which is the point
+        warnings.simplefilter("ignore")  # "never waited for" is expected here
         work = _begun_apart()
         wait_until(work.done, "the error to be here")
         del work
@@ -200,7 +200,7 @@ def test_who_leaves_a_failed_block_has_heard_of_all_that_ended_in_it(
 
 @ranks(2, disposable=True)
 def test_a_block_behind_a_work_that_fails_is_entered_by_every_rank_and_fails() -> None:
-    """Rank 0 comes before the error and waits there for its work, rank 1 comes after it."""
+    """Rank 0 enters before the error and waits there for its work; rank 1 enters after it."""
     entered: list[int] = []
 
     def block() -> None:
@@ -231,10 +231,10 @@ def test_a_block_behind_a_work_that_fails_is_entered_by_every_rank_and_fails() -
 
 @ranks(3, disposable=True)
 def test_a_circle_through_the_end_of_a_block_is_over_with_it() -> None:
-    """Rank 0 waits in the block's group for rank 1, and that, with rank 2, for rank 0 elsewhere.
+    """Rank 0 waits for rank 1 in the block's group; ranks 1 and 2 wait for rank 0 in the world.
 
-    A world of its own: rank 0 raises that it is out of step, not that the block failed on rank 1,
-    and so its next message to or from rank 1 would raise the latter.
+    The test needs a disposable world: rank 0 raises the desync and not the failure of the block on
+    rank 1, so its next message to or from rank 1 would raise that failure.
     """
     with subgroup(0, 1) as pair:
 
@@ -264,13 +264,13 @@ def test_a_circle_through_the_end_of_a_block_is_over_with_it() -> None:
 
 @ranks(2)
 def test_who_is_cancelled_has_taken_no_error_with_that() -> None:
-    """The task is cancelled between the error's arrival and its own next turn."""
+    """The task is cancelled after the error arrives and before the task runs again."""
 
     async def program(work: Work[Any]) -> None:
         task = asyncio.ensure_future(_answer_of(work))
-        await asyncio.sleep(0)  # it awaits the work
+        await asyncio.sleep(0)  # the task now awaits the work
         wait_until(work.done, "the error to be here")
-        await asyncio.sleep(0)  # it is to be woken with the error
+        await asyncio.sleep(0)  # the task is now scheduled to receive the error
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -326,7 +326,7 @@ def test_an_old_error_that_is_asked_for_again_stands_for_no_new_one() -> None:
 
 @ranks(2)
 def test_another_thread_that_has_new_connections_leaves_the_others_theirs() -> None:
-    """A thread hears of the error and goes on while the main one has not asked for its own."""
+    """One thread raises the error and continues before the main thread retrieves its own."""
 
     def beside() -> None:
         with objcomm.lane("beside"):

@@ -1,4 +1,4 @@
-"""What ends a group: deaths, interrupts and messages that are refused."""
+"""Events that end a group: deaths, interrupts and refused messages."""
 
 import os
 import signal
@@ -56,12 +56,12 @@ def test_a_peer_that_exits_is_named() -> None:
 def test_who_lost_its_own_connections_repeats_nothing_that_the_others_have_cleared() -> None:
     before = sockets()
     objcomm.barrier()
-    mesh = resolve(None)._whole.mesh  # noqa: SLF001  # nothing public has its name
+    mesh = resolve(None)._whole.mesh  # noqa: SLF001  # its nonce is not public
     assert mesh is not None
     look, retract = Board.look, Board.retract
 
     def when_read(board: Board, key: str) -> None:
-        """Else rank 1 may come when the others have told each other, and cleared it."""
+        """Clear the verdict only once rank 1 has read it, or rank 1 might find none."""
         wait_until(lambda: is_said("rank 1 has read"), "rank 1")
         retract(board, key)
 
@@ -83,7 +83,7 @@ def test_who_lost_its_own_connections_repeats_nothing_that_the_others_have_clear
         with mock.patch.object(Board, "retract", when_read):
             error = error_in(TransportError, lambda: objcomm.all_gather("a"))
             tell_all("all have raised", "")
-    # No rank names itself: this one has lost the others.
+    # No rank names itself: rank 1 has lost the others.
     assert error.peers == ((0, 2) if here().rank == 1 else (1,))
     assert mesh.board_thread.call(lambda board: board.look(mesh.nonce)) is None
 
@@ -137,11 +137,11 @@ def test_ctrl_c_ends_a_wait_in_any_operation_and_the_group() -> None:
 
     def go_on(name: str) -> None:
         if here().rank == 1 and name == "all_gather":
-            # What the interrupted rank had sent may still arrive: it is of this very call.
+            # The interrupted rank's message belongs to this very call, so it may still arrive.
             objcomm.all_gather("x", group=groups[name])
         objcomm.all_gather("next", group=groups[name])
 
-    # The interrupted call's messages may lie anywhere: nobody takes them for the next call's.
+    # No rank mistakes a leftover message of the interrupted call for one of the next call.
     for name in groups:
         with pytest.raises(TransportError):
             go_on(name)
@@ -154,7 +154,7 @@ def test_ctrl_c_in_a_first_use_is_told_to_who_has_come() -> None:
     if here().rank == 1:
 
         def interrupt() -> None:
-            whole = resolve(group)._whole  # noqa: SLF001  # as below
+            whole = resolve(group)._whole  # noqa: SLF001  # the nonce is not public
             wait_until(lambda: whole.mesh is not None and whole.mesh.nonce, "rank 0's answer")
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -164,7 +164,7 @@ def test_ctrl_c_in_a_first_use_is_told_to_who_has_come() -> None:
     elif here().rank == 0:
         with pytest.raises(TransportError, match="KeyboardInterrupt") as caught:
             objcomm.all_gather("x", group=group, timeout=PATIENCE_S)
-        assert type(caught.value) is TransportError  # and not by the limit
+        assert type(caught.value) is TransportError  # not TransportTimeout
         assert caught.value.peers == (1,)
     tell_all("both have raised", "")
     assert objcomm.all_gather(here().rank, group=group) == [0, 1, 2]
@@ -204,7 +204,7 @@ def test_a_message_beyond_the_receivers_limit_is_refused_before_it_is_allocated(
                 OPERATIONS[name](large, group=group)
             assert "rank 0" in str(caught.value)
         else:
-            # Without the refusal the sender would wait for its payload to be taken.
+            # Without the refusal the sender would wait for rank 1 to read its payload.
             with pytest.raises(CollectiveError) as caught_here:
                 OPERATIONS[name](large, group=group)
             assert caught_here.value.failures[1].type_name.endswith("WireError")
@@ -231,7 +231,7 @@ def _interrupted(*_: object) -> Any:
 @ranks(2, disposable=True)
 def test_a_verdict_that_nobody_can_read_ends_all_waits() -> None:
     objcomm.barrier()
-    mesh = resolve(None)._whole.mesh  # noqa: SLF001  # nothing public writes to its place
+    mesh = resolve(None)._whole.mesh  # noqa: SLF001  # its nonce is not public
     assert mesh is not None
     if here().rank == 0:
         store_of(dist.group.WORLD).set(f"objcomm/verdict/{mesh.nonce}", "of another program")

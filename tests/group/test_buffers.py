@@ -1,4 +1,4 @@
-"""What sync_model does with a model's buffers, by each of its options."""
+"""What sync_model does with a model's buffers under each option."""
 
 from typing import Any
 

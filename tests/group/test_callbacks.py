@@ -1,4 +1,4 @@
-"""Callbacks that communicate themselves, and errors too long for one message."""
+"""Callbacks that call objcomm, and errors too long for one message."""
 
 import itertools
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def test_long_errors_of_all_ranks_reach_all_ranks() -> None:
 
 @ranks(2, 3)
 def test_a_message_of_more_than_8000_bytes_is_cut_in_the_middle() -> None:
-    """A traceback, too, in which the message stands last."""
+    """So is a traceback, which ends with the message."""
 
     def fail() -> None:
         raise ValueError(text)
@@ -125,10 +125,10 @@ def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-#: The last step before a call waits, and after it has waited.
+#: The last step before a call waits, and the last one after it has waited.
 EDGES: dict[str, tuple[Any, str]] = {"begin": (Lane, "begin"), "end": (Lane, "end")}
 
-#: Calls that end on two ranks together, each as this rank makes it with the other one.
+#: Calls that finish together on two ranks, as this rank makes them with the other one.
 ENDS: dict[str, Callable[[Any], object]] = {
     "all_gather": lambda group: objcomm.all_gather(1, group=group),
     "confirmed": lambda group: objcomm.all_gather(1, group=group, confirm=True),
@@ -142,7 +142,7 @@ ENDS: dict[str, Callable[[Any], object]] = {
 def test_an_interrupt_at_the_edge_of_a_wait_leaves_no_rank_in_its_call(
     name: str, moment: str
 ) -> None:
-    """Where all have what they waited for the group goes on; else the others are told."""
+    """The group continues if every rank has what it waited for; otherwise the other ranks raise."""
     group: Any = dist.new_group()
     assert_group_works(group)
     objcomm.sendrecv(1, 1 - objcomm.rank(), 1 - objcomm.rank(), group=group)
@@ -164,7 +164,7 @@ def test_an_interrupt_at_the_edge_of_a_wait_leaves_no_rank_in_its_call(
 
 
 def _then_interrupted(owner: object, name: str) -> Callable[..., object]:
-    """Ctrl-C comes at the end of a function, once."""
+    """Wrap a function so that Ctrl-C arrives at its end, once."""
     function, left = getattr(owner, name), [KeyboardInterrupt()]
 
     def interrupted(*arguments: object) -> object:

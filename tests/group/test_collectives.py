@@ -1,4 +1,4 @@
-"""Broadcast, gather, all_gather, scatter and barrier: what arrives, where, and in which shape."""
+"""broadcast, gather, all_gather, scatter and barrier: which results arrive on which ranks."""
 
 import datetime
 import itertools
@@ -96,7 +96,7 @@ def total(parts: list[int]) -> int:
 
 
 def sized(rank: int, nbytes: int) -> bytes:
-    """A content that tells ranks and ends apart."""
+    """Return bytes that differ by rank and between the two ends."""
     return bytes([rank + 1]) * (nbytes // 2) + bytes([rank + 101]) * (nbytes - nbytes // 2)
 
 
@@ -117,7 +117,7 @@ def test_sizes_may_differ_between_ranks() -> None:
 def test_every_size_around_the_inline_window_arrives(codec: str) -> None:
     for exponent in (8, 10, 12, 15, 16, 17):
         for nbytes in range(2**exponent - 320, 2**exponent + 64, 64 if exponent > 8 else 16):
-            # Codecs add some tens of bytes, so one of these lands on each side of every edge.
+            # Codecs add some tens of bytes, so these sizes fall on both sides of every edge.
             mine = sized(objcomm.rank(), max(0, nbytes))
             assert objcomm.broadcast(mine, src=1, codec=codec) == sized(1, max(0, nbytes))
 

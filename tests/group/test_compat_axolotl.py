@@ -1,4 +1,4 @@
-"""``objcomm.compat.axolotl``: axolotl's functions, and what is cured in them."""
+"""``objcomm.compat.axolotl``: axolotl's functions, and the defects fixed in them."""
 
 import os
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def _fail_on(rank: int) -> Callable[[], int]:
     return fn
 
 
-# float32 changed the first three, and types were guessed from values.
+# In axolotl, float32 changed the first three, and types were guessed from the values.
 SCALARS: list[Any] = [2**24 + 1, 2**31, 0.1, 2.0, True]
 
 
@@ -34,11 +34,11 @@ def test_values_arrive_as_they_are() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     for value in SCALARS:
         want = [value] * size if rank == 0 else None
-        assert_same(distributed.gather_scalar_from_all_ranks(lambda: value), want, sharing=False)  # noqa: B023  # at once
-        assert_same(distributed.compute_and_broadcast(lambda: value), value)  # noqa: B023  # called at once
-        shared = distributed.reduce_and_broadcast(lambda: value, lambda values: values)  # noqa: B023  # called at once
+        assert_same(distributed.gather_scalar_from_all_ranks(lambda: value), want, sharing=False)  # noqa: B023  # called immediately
+        assert_same(distributed.compute_and_broadcast(lambda: value), value)  # noqa: B023  # called immediately
+        shared = distributed.reduce_and_broadcast(lambda: value, lambda values: values)  # noqa: B023  # called immediately
         assert_same(shared, [value] * size, sharing=False)
-    # Axolotl needed the right number here, and documents a rank that it does not take.
+    # Axolotl needed the right world size, and documents a `rank` that it does not accept.
     for world_size in (1, size, 99):
         got = distributed.gather_from_all_ranks(lambda: [rank, "x"], world_size, rank=rank)
         assert got == ([[each, "x"] for each in range(size)] if rank == 0 else None)
@@ -68,7 +68,7 @@ def test_a_raise_on_one_rank_is_raised_on_all_where_axolotl_hung() -> None:
         assert list(caught.value.failures) == [failing]
         assert caught.value.failures[failing].message == "no batches"
         assert isinstance(caught.value.__cause__, LookupError) == (rank == failing)
-        # There axolotl let fn's own error pass; elsewhere torch had one of its own.
+        # Axolotl let fn's error propagate on the failing rank; the others got torch's own error.
         assert isinstance(caught.value, LookupError) == (rank == failing)
         assert isinstance(caught.value, RuntimeError) == (rank != failing)
     with pytest.raises(CollectiveError, match="is not a scalar"):
@@ -99,7 +99,7 @@ def test_zero_comes_first_and_alone() -> None:
         ):
             place = store.add(f"entered{number}", 1)
             if size > 1:
-                with pytest.raises(UsageError, match="inside"):  # it hung, or met another call
+                with pytest.raises(UsageError, match="inside of"):  # axolotl: hang, or mismatch
                     objcomm.all_gather(1)
         assert (place == 1) == (rank == 0)
         assert objcomm.all_gather(place)[0] == 1
@@ -108,7 +108,7 @@ def test_zero_comes_first_and_alone() -> None:
         if is_zero:
             ran.append(rank)
     assert ran == ([0] if rank == 0 else [])
-    for flag in (rank == size - 1, True, False):  # as far as it is not rank 0's alone
+    for flag in (rank == size - 1, True, False):  # any flags but true on rank 0 alone
         if size > 1:
             with pytest.raises(UsageError, match="zero_first: is_main is true on") as caught:
                 _pass_first_as(flag=flag)
@@ -128,7 +128,7 @@ def test_errors_name_what_was_called(hosts: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("objcomm._collectives.split.machine", lambda: f"host {rank % hosts}")
-        objcomm.node_group()  # asks again
+        objcomm.node_group()  # detects the hosts again
         for failing in (0, 1):
             with pytest.raises(CollectiveError, match="no disk") as caught:
                 block(failing)
@@ -153,9 +153,9 @@ def test_questions_have_no_side_effect_and_calls_join_by_themselves() -> None:
     port = str(shared_port())
     _launch_as(rank, 2)
     os.environ["MASTER_PORT"] = port
-    os.environ["LOCAL_RANK"] = "0"  # each on a host of its own, as far as it is told
+    os.environ["LOCAL_RANK"] = "0"  # as if each rank had its own host
     before = (distributed.is_main_process(), distributed.is_local_main_process())
-    assert before == (rank == 0, True)  # axolotl asked LOCAL_RANK, and changed its answer later
+    assert before == (rank == 0, True)  # axolotl read LOCAL_RANK, and later changed its answer
     assert distributed.is_distributed()
     assert distributed.get_world_size() == 2
     assert distributed.get_distributed_state() is None
@@ -181,7 +181,7 @@ def test_questions_have_no_side_effect_and_calls_join_by_themselves() -> None:
 def test_alone_everything_works_without_torch_distributed() -> None:
     assert distributed.gather_scalar_from_all_ranks(lambda: 2.0) == [2.0]
     assert distributed.gather_from_all_ranks(lambda: [1]) == [[1]]
-    assert distributed.compute_and_broadcast(lambda: 2**24 + 1) == 2**24 + 1  # axolotl's raised
+    assert distributed.compute_and_broadcast(lambda: 2**24 + 1) == 2**24 + 1  # axolotl raised
     assert distributed.reduce_and_broadcast(lambda: 3, len) == 1
     vals = {"a": 1}
     assert distributed.broadcast_dict(vals) is vals
@@ -206,7 +206,7 @@ def test_what_goes_wrong_at_the_start_is_raised() -> None:
         distributed.init_distributed_state()
     os.environ["AXOLOTL_NCCL_TIMEOUT"] = "1"
     _launch_as(1, 2)
-    with pytest.raises(StartError):  # nobody else comes
+    with pytest.raises(StartError):  # no other rank joins
         distributed.barrier()
     os.environ["RANK"] = "7"
     with pytest.raises(UsageError, match="RANK=7"):
@@ -214,7 +214,7 @@ def test_what_goes_wrong_at_the_start_is_raised() -> None:
 
 
 class _Accelerator:
-    """A device of a kind that axolotl's cleanup knew and its questions did not."""
+    """A kind of device that axolotl's cleanup supported, but its queries did not."""
 
     waits = 0
 

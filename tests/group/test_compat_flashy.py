@@ -1,4 +1,4 @@
-"""flashy's, encodec's and demucs' functions under their own names, with what was wrong cured."""
+"""flashy's, encodec's and demucs' functions under their own names, with their defects fixed."""
 
 import math
 import pickle
@@ -40,14 +40,14 @@ def test_what_was_wrong_in_flashy_and_its_ancestors_is_cured() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     # float32 metrics: an epoch above 2**24 lost its last bit
     assert distrib.average_metrics({"epoch": 2**24 + 1}, count=3.0) == {"epoch": 2.0**24 + 1}
-    # metrics were matched by their places
+    # metrics were matched by position
     names = ("loss", "accuracy") if rank else ("accuracy", "loss")
     metrics = {name: {"loss": 2.0, "accuracy": 0.5}[name] for name in names}
     assert distrib.average_metrics(metrics) == metrics
     assert list(distrib.average_metrics(metrics)) == list(names)
     with pytest.raises(CollectiveError, match="rare"):
         distrib.average_metrics({"loss": 1.0} | ({"rare": 1.0} if rank else {}))
-    # an empty dict was an error of zip, on that rank only
+    # an empty dict made zip raise, on that rank only
     assert distrib.average_metrics({}) == {}
     assert math.isnan(distrib.average_metrics({"loss": 1.0}, count=0)["loss"])
     assert distrib.average([rank, 5], count=1) == [(size - 1) / 2, 5.0]
@@ -62,21 +62,21 @@ def test_what_was_wrong_in_flashy_and_its_ancestors_is_cured() -> None:
     for share in (distrib.broadcast_object, distrib.share):
         assert share(mine, 1) == {"rank": 1}
         assert (share(mine, 1) is mine) == (rank == 1)
-    # sync_buffer divided by a function; integer and bool buffers were never synchronised
+    # sync_buffer divided by a function; integer and bool buffers were never synchronized
     buffers: list[Any] = [torch.tensor([rank, 0.0]), torch.tensor(rank), torch.tensor(rank == 0)]
     distrib.sync_buffer(buffers)
     assert [each.tolist() for each in buffers] == [[(size - 1) / 2, 0.0], 0, True]
     buffers = [torch.tensor([float(rank)]), torch.tensor(rank)]
-    distrib.sync_buffer(buffers, False)  # noqa: FBT003  # as encodec lets one
+    distrib.sync_buffer(buffers, False)  # noqa: FBT003  # encodec accepts it by position
     assert [each.tolist() for each in buffers] == [[0.0], 0]
     numbers = torch.tensor([rank])
     distrib.broadcast_tensors([numbers], 1)
     assert numbers.tolist() == [1]
-    # half sums overflowed before they were divided
+    # float16 sums overflowed before the division
     halves = torch.full((3,), 60000.0, dtype=torch.float16)
     distrib.average_tensors([halves])
     assert halves.tolist() == [60000.0] * 3
-    # the guard itself waited for ever where a rank had nothing
+    # the guard itself hung if a rank had no tensors
     with pytest.raises(CollectiveError, match=r"Rank 0 lacks tensor 0"):
         distrib.sync_grad([nn.Parameter(torch.ones(1))] if rank else [])
     assert_group_works()
@@ -96,7 +96,7 @@ def test_a_program_that_catches_flashys_errors_goes_on_catching_them() -> None:
     lists = [one, two] if is_last else [one]
     model: Any = nn.Linear(3 if is_last else 2, 1)
     metrics = {"loss": 1.0} | ({"rare": 1.0} if is_last else {})
-    # What flashy's own check, or torch, raised on all ranks or on some.
+    # Calls for which flashy's own check, or torch, raised on some or all ranks.
     differs: list[Callable[[], object]] = [
         lambda: distrib.broadcast_tensors(lists),
         lambda: distrib.average_tensors(lists),
@@ -110,7 +110,7 @@ def test_a_program_that_catches_flashys_errors_goes_on_catching_them() -> None:
             call()
         error: Any = caught.value
         assert isinstance(error, CollectiveError)
-        assert pickle.loads(pickle.dumps(error)).failures == error.failures  # noqa: S301  # made here
+        assert pickle.loads(pickle.dumps(error)).failures == error.failures  # noqa: S301  # pickled here
     for share in (distrib.broadcast_object, distrib.share):
         with pytest.raises(TypeError if is_last else RuntimeError, match="'lock'") as told:
             share(threading.Lock(), 2)
@@ -133,8 +133,8 @@ def test_operators_that_objcomm_has_not_are_refused_before_any_traffic() -> None
     numbers = torch.tensor([objcomm.rank()])
     with pytest.raises(UsageError, match=r"torch\.int64 has no mean"):
         distrib.all_reduce(numbers, dist.ReduceOp.AVG)
-    if objcomm.rank() == 0:  # without any other rank
-        with pytest.raises(UsageError, match=r"torch\.int64 has no mean"):
+    if objcomm.rank() == 0:  # no other rank calls
+        with pytest.raises(UsageError, match=r"the mean of torch\.int64"):
             distrib.all_reduce(numbers, dist.ReduceOp.AVG)
     assert numbers.tolist() == [objcomm.rank()]
     assert_group_works()

@@ -1,4 +1,4 @@
-"""SpeechBrain's functions under their own names: what they do, and each defect that is cured."""
+"""SpeechBrain's functions under their own names: what they do, and each defect fixed."""
 
 import json
 import os
@@ -59,15 +59,15 @@ def test_cured_an_error_on_one_rank_leaves_the_others_waiting() -> None:
             with pytest.raises(objcomm.CollectiveError) as caught:
                 call()
             failures = caught.value.failures
-            if where != "post_func everywhere":  # else whichever is faster
+            if where != "post_func everywhere":  # there the faster rank fails first
                 assert list(failures) == [int("post_func of" in where)]
             text = "cannot pickle" if "cannot be sent" in where else "ValueError: no such file"
             assert all(text in each.traceback for each in failures.values())
-            # Where func raised SpeechBrain let that pass; a program may catch it, or torch's error.
+            # SpeechBrain let func's error propagate, and the other ranks got torch's RuntimeError.
             own = TypeError if "cannot be sent" in where else ValueError
             raised_here = here().rank in failures or where == "post_func everywhere"
             assert isinstance(caught.value, own if raised_here else RuntimeError)
-            assert pickle.loads(pickle.dumps(caught.value)).failures == failures  # noqa: S301  # made here
+            assert pickle.loads(pickle.dumps(caught.value)).failures == failures  # noqa: S301  # pickled here
             assert_group_works()
 
 
@@ -89,7 +89,7 @@ def test_cured_without_rank_in_the_environment_nobody_or_all_are_main() -> None:
     assert sb.main_process_only(runs)(1) == "result"
     assert len(ran) == (here().rank == 0)
     assert sb.rank_prefixed_message("text") == f"[rank: {here().rank}] text"
-    # Who is first on this host the ranks find out themselves.
+    # The ranks find the first one on this host without environment variables.
     assert sb.run_once_per_node(runs, [2]) == ("result" if here().rank == 0 else None)
     assert sum(ran) == (3 if here().rank == 0 else 0)
     assert sb.is_local_rank_zero() == (here().rank == 0)
@@ -106,14 +106,14 @@ def test_ranks_of_a_launcher_before_the_ranks_have_met() -> None:
     assert sb.get_rank() == 1
     os.environ["JSM_NAMESPACE_RANK"] = "8"
     assert sb.get_rank() == 8
-    os.environ["SLURM_PROCID"] = "9"  # cured: a place on a host went before the rank in the job
+    os.environ["SLURM_PROCID"] = "9"  # cured: a local rank took precedence
     assert (sb.get_rank(), sb.get_local_rank()) == (9, 1)
     os.environ["RANK"] = ""  # cured: a ValueError
     assert sb.get_rank() == 9
     os.environ["RANK"] = "5"
     assert sb.rank_prefixed_message("text") == "[rank: 5] text"
     del os.environ["LOCAL_RANK"]
-    os.environ["SLURM_LOCALID"] = "3"  # cured: not read any more
+    os.environ["SLURM_LOCALID"] = "3"  # cured: SpeechBrain no longer reads it
     assert sb.get_local_rank() == 3
 
 
@@ -141,7 +141,7 @@ def test_without_torch_distributed_nothing_waits() -> None:
     assert sb.run_once_per_node(lambda: 1, post_func=lambda: 2, run_post_on_all=True) == 2
     assert sb.once_per_node(lambda: mine)() is mine
     sb.ddp_barrier()
-    sb.ddp_init_group({"distributed_backend": "gloo"})  # no launcher, so nothing happens
+    sb.ddp_init_group({"distributed_backend": "gloo"})  # without a launcher it does nothing
     assert not sb.is_distributed_initialized()
 
 
@@ -198,7 +198,7 @@ def test_cured_main_process_only_within_once_per_node_runs_nowhere_on_further_no
     rank = here().rank
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("objcomm._collectives.split.machine", lambda: f"host {rank // 2}")
-        objcomm.node_group()  # asks again
+        objcomm.node_group()  # detects the hosts again
         inner = sb.main_process_only(lambda: f"by {rank}")
         assert sb.once_per_node(inner)() == (f"by {rank}" if rank in {0, 2} else None)
     objcomm.node_group()
@@ -222,7 +222,7 @@ def test_ddp_all_reduce_is_in_place_and_takes_what_it_documents() -> None:
     assert sb.ddp_all_reduce(mine, dist.ReduceOp.SUM) is mine
     assert mine.tolist() == [3, 9]
     mine = torch.tensor([float(here().rank)], requires_grad=True)
-    assert sb.ddp_all_reduce(mine, dist.ReduceOp.AVG).tolist() == [0.5]  # cured: not on Gloo
+    assert sb.ddp_all_reduce(mine, dist.ReduceOp.AVG).tolist() == [0.5]  # cured: Gloo has no AVG
     assert mine.requires_grad
     assert sb.ddp_all_reduce({"seen": 2**70}, dist.ReduceOp.SUM) == {"seen": 2**71}  # cured
     for op, bits in (("BAND", 4), ("BOR", 7), ("BXOR", 3)):
@@ -307,7 +307,7 @@ if is_distributed_initialized():
 @ranks(1, 2, joined=False)
 def test_a_recipe_runs_with_nothing_changed_but_its_import(tmp_path: Path) -> None:
     rank, world_size = here().rank, here().world_size
-    if world_size > 1:  # else no launcher started it
+    if world_size > 1:  # a world of one has no launcher
         os.environ.update(
             RANK=str(rank),
             LOCAL_RANK=str(rank),

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     Action = Callable[[], object]
 
-BAD: Any = threading.Lock()  # no codec takes it
+BAD: Any = threading.Lock()  # no codec accepts it
 
 
 def sample(rank: int) -> list[Any]:
-    """Entries of several kinds and sizes, other ones on each rank."""
+    """Return entries of several types and sizes, different on each rank."""
     large = torch.arange(30_000 * (rank + 1), dtype=torch.float64)
     return [None, {"rank": rank, "w": torch.ones(rank)}, large, "é" * rank, (2**70, 0.1)]
 
@@ -44,7 +44,7 @@ def test_signatures_are_torchs() -> None:
             for each in (getattr(dist, name), getattr(dist_objects, name))
         )
         assert ours[: len(theirs)] == theirs, name
-        # What torch 2.15 has is there before it, so that a program needs no second form.
+        # Arguments new in torch 2.15 work with earlier versions, so programs need only one form.
         assert {each for each, *_ in ours[len(theirs) :]} <= {"use_batch", "weights_only"}, name
 
 
@@ -131,7 +131,7 @@ def test_ranks_are_global_in_a_subgroup_and_others_get_a_warning() -> None:
             for call in calls:
                 with pytest.warns(UserWarning, match=f"on global rank {rank} which") as caught:
                     assert call() in {None, -1}
-                # What an earlier test has dropped may be collected here, and warns otherwise.
+                # Works dropped by earlier tests may be collected here; their category differs.
                 (told,) = [each for each in caught if each.category is UserWarning]
                 assert told.filename == __file__
             assert (box, out, gathered) == ([rank, "own"], [None], [None, None])
@@ -211,7 +211,7 @@ def test_threads_need_no_lane() -> None:
         seen[name] += gathered
 
     def work(name: str, turn: int) -> None:
-        for step in range(6):  # the two take turns, and both live
+        for step in range(6):  # the two take turns, and both stay alive
             both.wait(PATIENCE_S)
             if step % 2 == turn:
                 collect(name)
@@ -222,7 +222,7 @@ def test_threads_need_no_lane() -> None:
     ]
     for thread in threads:
         thread.start()
-    for _ in range(20):  # while the main thread calls at any time
+    for _ in range(20):  # meanwhile the main thread calls at any time
         collect("main")
         with objcomm.lane("a lane"):
             collect("main")

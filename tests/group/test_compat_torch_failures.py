@@ -1,4 +1,4 @@
-"""``objcomm.compat.torch``: what is refused, who is told, and that no list is changed."""
+"""``objcomm.compat.torch``: which calls fail, on which ranks, and that no list changes."""
 
 import fractions
 import pickle
@@ -18,7 +18,7 @@ from tests.workers import here
 
 Action = Callable[[], object]
 
-BAD: Any = threading.Lock()  # no codec takes it
+BAD: Any = threading.Lock()  # no codec accepts it
 
 
 @ranks(2)
@@ -61,17 +61,17 @@ def test_a_wrong_argument_is_refused_before_any_traffic() -> None:
 
 
 def raised_by(call: Callable[[Any], object], library: object) -> Exception:
-    """What a call of a library's function raises."""
+    """Return the exception that a library raises in a call."""
     try:
         call(library)
-    except Exception as error:  # noqa: BLE001  # its class is the question
+    except Exception as error:  # noqa: BLE001  # the test compares its class
         return error
     pytest.fail("it should have raised")
 
 
 @ranks(1)
 def test_in_a_world_of_one_torchs_class_catches_each_error() -> None:
-    # Here torch raises before anybody could wait for this rank, so its own answer can be asked.
+    # With one rank, no other rank can be left waiting, so torch's own error can be compared.
     box: Any = [None]
     wrong: list[Callable[[Any], object]] = [
         lambda lib: lib.all_gather_object([], 1),
@@ -107,7 +107,7 @@ def test_in_a_world_of_one_torchs_class_catches_each_error() -> None:
         theirs, ours = raised_by(call, dist), raised_by(call, dist_objects)
         assert isinstance(ours, ObjcommError), (number, ours)
         assert isinstance(ours, type(theirs)), (number, theirs, ours)
-        again = pickle.loads(pickle.dumps(ours))  # noqa: S301  # made here
+        again = pickle.loads(pickle.dumps(ours))  # noqa: S301  # pickled here
         assert (type(again), again.args) == (type(ours), ours.args)
     assert box == [None]
     assert_group_works()
@@ -139,10 +139,10 @@ def test_every_rank_can_catch_torchs_class_and_finds_the_cause() -> None:
         assert isinstance(error.__cause__, UsageError)
         assert isinstance(error.__cause__, kind)
         assert says in str(error.__cause__)
-        # Only the class that torch raised, or a program would take another branch.
+        # The error has only torch's class; a further one could select another except clause.
         others = {ValueError, TypeError, IndexError, RuntimeError} - {kind}
         assert not any(isinstance(error, each) for each in others)
-        # The rank itself shows its cause; the others have that rank's traceback in the text.
+        # The failing rank shows its cause; the others have its traceback in the text.
         assert ("Traceback of rank 2" in str(error)) is not is_last
     assert (out, full) == ([None], [None] * 3)
     assert_group_works()
@@ -164,14 +164,14 @@ def test_what_only_some_ranks_hear_of_they_can_catch_as_torchs_class() -> None:
             assert isinstance(caught.value, CollectiveError)
         else:
             dist_objects.gather_object(rank, dst=1)
-    # A list on a wrong rank: the destination hears of it, and can catch it, too.
+    # A list on the wrong rank raises on the destination too, with the same class.
     if rank == 0:
         dist_objects.gather_object(rank, dst=1)
     else:
         with pytest.raises(ValueError, match="only the destination") as caught:
             dist_objects.gather_object(rank, [None] * 3, dst=1)
         assert isinstance(caught.value.__cause__, UsageError)
-    # What a receiver alone can tell.
+    # Only a receiver can detect these.
     boxes: list[tuple[type[Exception], Any]] = [(RuntimeError, [None]), (TypeError, (1, 2))]
     for kind, box in boxes:
         if rank == 2:
@@ -212,7 +212,7 @@ def test_a_list_that_does_not_serve_is_told_to_all_who_wait_for_it() -> None:
 @ranks(3)
 def test_one_ranks_own_list_harms_no_other_rank() -> None:
     rank = here().rank
-    # Who gives a list that only the destination may give is told, and so is the destination.
+    # A list on a rank that is not the destination raises there and on the destination.
     gathered: Any = [None] * 3 if rank < 2 else None
     if rank == 2:
         dist_objects.gather_object(rank, gathered, dst=0)
@@ -220,7 +220,7 @@ def test_one_ranks_own_list_harms_no_other_rank() -> None:
         with pytest.raises(CollectiveError, match="only the destination") as caught:
             dist_objects.gather_object(rank, gathered, dst=0)
         assert set(caught.value.failures) == {1}
-    # A receiver can't know how many objects will come.
+    # A receiver cannot know in advance how many objects it will receive.
     box: Any = {0: [1, 2], 1: [None], 2: [None, None]}[rank]
     out: Any = [] if rank == 1 else [None]
     if rank == 1:
@@ -243,7 +243,7 @@ def test_what_can_not_be_encoded_fails_alike_and_changes_no_list() -> None:
     calls: list[Action] = [
         lambda: dist_objects.broadcast_object_list(box, 1),
         lambda: dist_objects.all_gather_object(gathered, mine),
-        lambda: dist_objects.scatter_object_list(out, [1, mine, 3], 1),  # it would stay where it is
+        lambda: dist_objects.scatter_object_list(out, [1, mine, 3], 1),  # for rank 1 itself
         lambda: dist_objects.scatter_object_list(out, [mine, 1, 3], 1),
     ]
     for call in calls:
@@ -257,7 +257,7 @@ def test_what_can_not_be_encoded_fails_alike_and_changes_no_list() -> None:
 
 @ranks(2)
 def test_ranks_in_different_calls_are_told_of_both() -> None:
-    if here().rank == 0:  # it has sent its object, and hears of that in its next call
+    if here().rank == 0:  # it has only sent, so it raises in its next call
         dist_objects.broadcast_object_list([{"lr": 0.1}])
         hear("rank 1 was told")
         with pytest.raises(DesyncError):

@@ -1,4 +1,4 @@
-"""A function that ``torch.compile`` compiles may call objcomm: its graph breaks there, no more."""
+"""A function compiled by ``torch.compile`` may call objcomm; each call only breaks the graph."""
 
 import inspect
 import shutil
@@ -17,17 +17,17 @@ from tests.public_names import PUBLIC
 from tests.ranks import ranks
 
 PACKAGE = str(Path(objcomm.__file__).parent)
-COMPILE_DEADLINE_S = 600.0  # a compiler of C++ runs, beside whatever else there is
+COMPILE_DEADLINE_S = 600.0  # a C++ compiler runs, in parallel with other tests
 
 
 def compiled(function: Any, **options: Any) -> Any:
-    """The function compiled; what dynamo remembers of other tests is forgotten."""
+    """Compile a function after clearing what dynamo cached in other tests."""
     torch.compiler.reset()
     return torch.compile(function, **options)
 
 
 def frames_of_objcomm() -> list[str]:
-    """Functions of objcomm that dynamo has looked at since it was reset."""
+    """Return the functions of objcomm that dynamo has inspected since its reset."""
     from torch._dynamo.convert_frame import input_codes  # noqa: PLC0415  # slow to import
 
     codes = [reference() for reference in input_codes.seen]
@@ -107,7 +107,7 @@ def test_a_compiled_step_computes_what_it_computes_uncompiled(backend: str) -> N
 
     want = step(torch.arange(4.0))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dynamo warns of what it does
+        warnings.simplefilter("ignore")  # dynamo's warnings do not matter here
         run = compiled(step, backend=backend)
         for _ in range(2):
             torch.testing.assert_close(run(torch.arange(4.0)), want)
@@ -139,7 +139,7 @@ def test_who_forbids_graph_breaks_is_told_why_there_is_one() -> None:
 
 
 def public_functions() -> dict[str, FunctionType]:
-    """Each public function, and each method of each public class, by name."""
+    """Return each public function and each method of each public class, by name."""
     found = {}
     for name, member in PUBLIC.items():
         if inspect.isfunction(member):

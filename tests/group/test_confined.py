@@ -1,4 +1,4 @@
-"""Where the system refuses what links are made of, calls are slower, or all ranks hear why not."""
+"""Where the system refuses resources for links, calls are slower or all ranks report the reason."""
 
 import errno
 import os
@@ -26,14 +26,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def carried(*names: str) -> list[tuple[Any, Any]]:
-    """What some operations return, and what they should."""
+    """Return the results of some operations, each with the expected one."""
     return [CALLS[name](here().rank, here().world_size) for name in names]
 
 
 @pytest.mark.parametrize("reason", [errno.EPERM, errno.ENOSYS], ids=["EPERM", "ENOSYS"])
 @ranks(3, disposable=True)
 def test_a_sandbox_may_refuse_memory_to_share(reason: int) -> None:
-    """To one rank, as its sender and its receiver."""
+    """One rank is refused it, both as a sender and as a receiver."""
     if here().rank == 1:
         refuse(MEMFD_CREATE, reason)
         with pytest.raises(OSError, match=os.strerror(reason)):
@@ -47,7 +47,7 @@ def test_a_sandbox_may_refuse_memory_to_share(reason: int) -> None:
 @ranks(2, disposable=True)
 def test_a_rank_may_have_no_descriptor_left(rank: int) -> None:
     names = ("broadcast", "all_gather", "sendrecv")
-    carried(*names)  # what a first one opens
+    carried(*names)  # a first call opens descriptors
     with no_descriptors() if here().rank == rank else nullcontext():
         results = carried(*names)
     for got, want in results:
@@ -58,7 +58,7 @@ def test_a_rank_may_have_no_descriptor_left(rank: int) -> None:
 @pytest.mark.parametrize("left", [0, 4])
 @ranks(2, joined=False)
 def test_who_can_open_too_few_descriptors_is_named_and_a_new_group_works(left: int) -> None:
-    """Too few for any link; with some more it has one, and torch's own files need some."""
+    """Neither number is enough for a link; a few more would be. Torch's own files need some too."""
     with over_tcp():
         objcomm.barrier()
         with subgroup(0, 1) as group, no_descriptors(left) if here().rank else nullcontext():
@@ -81,7 +81,7 @@ def test_all_hear_at_once_why_a_rank_cannot_connect(lacking: str) -> None:
     if here().rank == 1 and lacking == NO_INTERFACE:
         os.environ["GLOO_SOCKET_IFNAME"] = "nowhere"
     has_none = here().rank == 1 and lacking == NO_DESCRIPTORS
-    with no_descriptors(2) if has_none else nullcontext():  # one for the store, a file here
+    with no_descriptors(2) if has_none else nullcontext():  # the store, a file here, needs one
         error = error_in(TransportError, lambda: objcomm.gather("a", group=group))
     assert error.peers == (1,), error
     assert "it could not connect: " in error.reason
@@ -126,7 +126,7 @@ if __name__ == "__main__":
 
 
 def test_a_sandbox_may_hide_proc(tmp_path: Path) -> None:
-    """Where there is nothing to read of processes, sockets and namespaces."""
+    """Without it there is nothing to read about processes, sockets and namespaces."""
     program = tmp_path / "hidden.py"
     program.write_text(_HIDDEN, encoding="utf-8")
     hide = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
@@ -135,7 +135,7 @@ def test_a_sandbox_may_hide_proc(tmp_path: Path) -> None:
         [*hide, run, "sh", sys.executable, str(program), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=400,  # only a hang takes so long
+        timeout=400,  # only a hang takes this long
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=False,

@@ -1,4 +1,4 @@
-"""Which link joins a group's ranks, and what keeps them from streams."""
+"""Which kind of link joins a group's ranks, and what prevents them from using streams."""
 
 import os
 import re
@@ -36,7 +36,7 @@ _UNIX, _TCP, _GLOO = "Unix sockets", "TCP", "Gloo"
 
 
 def assert_joined_by(kind: str) -> None:
-    """A new group of all works, and all have the same link."""
+    """Check that a new group of all ranks works and has the same kind of link on every rank."""
     with subgroup(*range(here().world_size)) as group:
         assert_group_works(group)
         assert tell_all(f"the link {kind}", kind_of(group)) == [kind] * here().world_size
@@ -46,7 +46,7 @@ def assert_joined_by(kind: str) -> None:
 def _socket_of(descriptor: int) -> Iterator[socket.socket | None]:
     try:
         end = socket.socket(fileno=os.dup(descriptor))
-    except OSError:  # closed meanwhile, or no socket
+    except OSError:  # closed meanwhile, or not a socket
         yield None
         return
     with end:
@@ -57,7 +57,7 @@ def _socket_of(descriptor: int) -> Iterator[socket.socket | None]:
 def test_ranks_of_one_host_need_no_network_and_no_thread() -> None:
     assert_joined_by(_UNIX)
     with subgroup(*range(here().world_size)) as group:
-        threads, connections = tasks(), inet()  # those of torch's own group are there
+        threads, connections = tasks(), inet()  # includes those of torch's own group
         assert_group_works(group)
         assert kind_of(group) == _UNIX
         assert inet() <= connections  # an earlier group's may close late
@@ -65,12 +65,12 @@ def test_ranks_of_one_host_need_no_network_and_no_thread() -> None:
 
 
 def tasks() -> int:
-    """How many threads this process has, those of torch included."""
+    """Count this process's threads, including torch's."""
     return len(list(Path("/proc/self/task").iterdir()))
 
 
 def inet() -> int:
-    """How many sockets this process has for a network."""
+    """Count this process's network sockets."""
     found = 0
     for entry in Path("/proc/self/fd").iterdir():
         with _socket_of(int(entry.name)) as end:
@@ -81,7 +81,7 @@ def inet() -> int:
 @ranks(2, environment=OVER_GLOO)
 def test_the_environment_turns_it_off() -> None:
     assert_joined_by(_GLOO)
-    with objcomm.configure(transport="auto"):  # what the program says comes first
+    with objcomm.configure(transport="auto"):  # the program overrides the environment
         assert_joined_by(_UNIX)
 
 
@@ -94,9 +94,9 @@ def test_one_rank_that_turns_it_off_decides_for_all() -> None:
 
 @contextmanager
 def far_apart() -> Iterator[None]:
-    """A block in which each rank is as if on a host of its own, for its noticeboard as well.
+    """Make each rank appear to be on its own host, also to the check that ranks are alive.
 
-    That holds for a world that was not used before.
+    It only has an effect on a world that has not been used before.
     """
     name = f"host{here().rank}"
     with (
@@ -106,13 +106,13 @@ def far_apart() -> Iterator[None]:
         yield
 
 
-#: What stands in for a function of ``doors`` on one rank.
+#: Replacements for a function of ``doors`` on one rank.
 LACKING = {
     "a name that the system refuses": ("_unix_address", lambda door: f"\0{door}" * 10),
     "a door that nobody finds": ("_unix_address", lambda door: f"\0nowhere/{door}"),
     "another user": ("_uid_of", lambda _: os.geteuid() + 1),
 }
-# The same, where hosts need it.
+# The same for a function that only connections between hosts need.
 FAR_LACKING = {
     "no address": ("_listener", lambda *_: no_listener()),
     "an address that nobody reaches": ("_listener", lambda *_: deaf()),
@@ -124,14 +124,14 @@ def no_listener() -> socket.socket:
 
 
 def deaf() -> socket.socket:
-    """A listener that is closed to the others, so that a rank that calls is refused."""
+    """Return a listener that is already shut down, so that connections to it are refused."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.shutdown(socket.SHUT_RDWR)
     return listener
 
 
 def in_a_tree() -> AbstractContextManager[object]:
-    """A block in which few ranks of a host meet as many do: in a tree, and connect at first use."""
+    """Make a few ranks of a host behave like many: meet in a tree and connect at first use."""
     return mock.patch.object(connect, "_AT_ONCE_MAX", 1)
 
 
@@ -170,7 +170,7 @@ def check_that_all_use_gloo(lacking: str, rank: int, otherwise: str = _UNIX) -> 
 @pytest.mark.parametrize("lacking", LACKING)
 @ranks(3)
 def test_a_rank_that_wants_streams_never_gets_gloo(lacking: str) -> None:
-    """Every rank raises, also those that would take Gloo, and the next group works."""
+    """Every rank raises, even those that accept Gloo, and the next group works."""
     name, stand_in = LACKING[lacking]
     with (
         subgroup(0, 1, 2) as group,
@@ -211,7 +211,7 @@ def test_a_transport_that_does_not_exist_is_an_error_before_ranks_meet() -> None
     with subgroup(0, 1) as group, pytest.raises(UsageError, match="OBJCOMM_TRANSPORT='glue'"):
         objcomm.barrier(group=group)
     with pytest.raises(UsageError, match="configure: transport='shm' must be one of 'auto'"):
-        objcomm.configure(transport="shm")  # type: ignore[arg-type]  # that is the question
+        objcomm.configure(transport="shm")  # type: ignore[arg-type]  # wrong on purpose
     with objcomm.configure(transport="auto"):
         assert_joined_by(_UNIX)
 
@@ -251,12 +251,15 @@ def test_a_rank_without_a_port_is_named_on_all() -> None:
 @pytest.mark.parametrize("way", ["at once", "at first use"])
 @ranks(3)
 def test_a_rank_is_reached_at_the_address_that_works(way: str) -> None:
-    """Nobody has the first one: it is for documentation (RFC 5737)."""
+    """The first address belongs to no host; it is reserved for documentation (RFC 5737).
+
+    Without the empty ``interface_addresses``, 127.0.0.1 would be skipped as a rank's own address.
+    """
     addresses = ["192.0.2.1", "127.0.0.1"]
     with (
         far_apart(),
         mock.patch.object(connect, "own_addresses", return_value=addresses),
-        mock.patch.object(doors, "interface_addresses", return_value={}),  # of no other host
+        mock.patch.object(doors, "interface_addresses", return_value={}),
         in_a_tree() if way == "at first use" else nullcontext(),
     ):
         assert_joined_by(_TCP)
@@ -264,7 +267,7 @@ def test_a_rank_is_reached_at_the_address_that_works(way: str) -> None:
 
 @ranks(3)
 def test_another_process_at_an_address_is_passed_over() -> None:
-    """As where two hosts have cards of the same address, which lead each to itself."""
+    """As if two hosts had interfaces with the same address, so that each reaches itself."""
     listener = socket.create_server(("127.0.0.1", 0))
     call = doors.Doors.call
     answered: list[socket.socket] = []
@@ -296,12 +299,12 @@ def test_another_process_at_an_address_is_passed_over() -> None:
         thread.join()
         for each in (listener, *answered):
             each.close()
-    assert len(answered) == here().rank  # as many others it has called
+    assert len(answered) == here().rank  # one for each rank that it called
 
 
 @ranks(2)
 def test_a_process_that_passes_on_what_two_ranks_say_gets_no_further() -> None:
-    """It has an address that one of them calls, and calls the other one: so it would read all."""
+    """It listens where one of them connects, and connects to the other, to read all traffic."""
     listener = socket.create_server(("127.0.0.1", 0))
     address, port = listener.getsockname()
     call = doors.Doors.call
@@ -323,7 +326,7 @@ def test_a_process_that_passes_on_what_two_ranks_say_gets_no_further() -> None:
         if way:
             return real
         real.socket.close()
-        threads.append(threading.Thread(target=pass_on, args=[(address, ours._places[peer].port)]))  # noqa: SLF001  # as one that has read the store
+        threads.append(threading.Thread(target=pass_on, args=[(address, ours._places[peer].port)]))  # noqa: SLF001  # the process has read the store
         threads[0].start()
         end = socket.create_connection((address, port))
         end.settimeout(0)
@@ -346,8 +349,8 @@ def test_a_process_that_passes_on_what_two_ranks_say_gets_no_further() -> None:
 @pytest.mark.parametrize("what", ["another port", "another host"])
 @ranks(3)
 def test_nobody_can_give_another_address_for_a_rank_in_the_store(what: str) -> None:
-    """As one that reaches the store could: and then pass on what others say to that rank."""
-    meet, before = rendezvous._append, socket.gethostname()  # noqa: SLF001  # where a guest says it
+    """A process with access to the store could do so, then relay what others send to that rank."""
+    meet, before = rendezvous._append, socket.gethostname()  # noqa: SLF001  # where a rank publishes its address
 
     def changed(store: dist.Store, key: str, entry: str) -> None:
         if what == "another port":
@@ -373,7 +376,7 @@ class _OfAnotherMeeting(doors.Words):
 
 @ranks(3)
 def test_over_gloo_a_process_that_was_not_at_the_meeting_gets_nothing() -> None:
-    """It may be the first that connects for a rank, and then Gloo takes it for that rank."""
+    """It may connect before a rank does, and Gloo then takes it for that rank."""
     stranger = mock.patch.object(connect, "Words", _OfAnotherMeeting)
     with (
         subgroup(0, 1, 2) as group,
@@ -388,14 +391,14 @@ def test_over_gloo_a_process_that_was_not_at_the_meeting_gets_nothing() -> None:
 
 @ranks(2)
 def test_over_gloo_nothing_waits_for_a_proof_once_the_meeting_has_ended() -> None:
-    """A thread that still waited as the interpreter ended would abort the process."""
+    """A thread still waiting at interpreter exit would abort the process."""
     is_tested = threading.Event()
 
-    def silent(*_: Any) -> None:  # and connected, until rank 0 has been looked at
+    def silent(*_: Any) -> None:  # stays connected until rank 0 was checked
         is_tested.wait(PATIENCE_S)
         raise rendezvous.GivenUpError
 
-    limit = 1.0 if here().rank else None  # rank 0 has a longer one, and hears of this
+    limit = 1.0 if here().rank else None  # rank 0's is longer, so rank 1's timeout ends its call
     with subgroup(0, 1) as group:
         with (
             objcomm.configure(transport="gloo"),
@@ -450,9 +453,9 @@ def _connectors() -> list[str]:
 @pytest.mark.parametrize("kind", [_UNIX, _TCP])
 @ranks(3)
 def test_strangers_get_nothing_and_hold_nobody_up(kind: str, word: bytes) -> None:
-    """They come before any rank does, say something, and stay."""
+    """Strangers connect before any rank does, send something, and stay."""
     strangers = []
-    opened = doors.Door.opened  # where they find it
+    opened = doors.Door.opened  # after this, strangers can find it
 
     def with_strangers(*arguments: Any) -> Any:
         door = opened(*arguments)
@@ -464,7 +467,7 @@ def test_strangers_get_nothing_and_hold_nobody_up(kind: str, word: bytes) -> Non
                 stranger = socket.create_connection((door.place.addresses[0], door.place.port))
             stranger.sendall(word)
             strangers.append(stranger)
-        if kind == _TCP:  # and one that has left again
+        if kind == _TCP:  # and one that has already left
             with socket.create_connection((door.place.addresses[0], door.place.port)) as stranger:
                 stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         return door
@@ -476,9 +479,9 @@ def test_strangers_get_nothing_and_hold_nobody_up(kind: str, word: bytes) -> Non
         assert_joined_by(kind)
     for each in strangers:
         with each:
-            # One that said nothing over TCP may not have been let in, so nobody sends it away.
+            # A silent stranger over TCP may not have been accepted, so no rank disconnects it.
             each.settimeout(60.0 if word or kind == _UNIX else 0.0)
-            # Nothing was said to it, and what it said was not read whole.
+            # No byte was sent to it; a reset means that its own bytes were not all read.
             with suppress(ConnectionResetError, BlockingIOError):
                 assert each.recv(1) == b""
 
@@ -509,17 +512,17 @@ def test_refused_connections_are_counted_and_logged() -> None:
 
 @ranks(20, disposable=True, deadline=300)
 def test_many_ranks_of_a_host_connect_at_first_use() -> None:
-    """Each is connected to those with whom it had to do, and hears of all failures."""
+    """Each rank is connected only to the ranks it exchanged with, and reports all failures."""
     rank, size = here().rank, here().world_size
     objcomm.barrier()
     with subgroup(*range(size)) as group:
         before = len(sockets())
         objcomm.barrier(group=group)
         count = len(sockets())
-        objcomm.barrier()  # nobody goes on, and calls at another door, before all have counted
+        objcomm.barrier()  # no rank opens further connections before all have counted
         assert kind_of(group) == _UNIX
-        # The pair that wakes the link, its door, its neighbours in the tree in which ranks meet and
-        # in that of messages, and a client of the store.
+        # The pair that wakes the link, its door, its neighbors in the tree of the meeting and in
+        # that of the messages, and a client of the store.
         _, children, _ = topology.tree(rank, 0, (0,) * size)
         neighbours = (size - 1).bit_length() + 1 + len(children)
         assert count <= before + 2 + 1 + neighbours + 1
@@ -530,7 +533,7 @@ def test_many_ranks_of_a_host_connect_at_first_use() -> None:
             assert found == {"from": root}
         assert objcomm.all_gather(rank, group=group) == list(range(size))
         received = objcomm.all_to_all([(rank, peer) for peer in range(size)], group=group)
-        assert received == [(peer, rank) for peer in range(size)]  # each has called each
+        assert received == [(peer, rank) for peer in range(size)]  # every pair is connected
         assert objcomm.all_reduce(torch.full((40_000,), rank), "sum", group=group)[0] == 190
         failing = threading.Lock() if rank == 13 else "fine"
         with pytest.raises(CollectiveError) as caught:
@@ -549,8 +552,8 @@ def test_of_many_ranks_one_that_dies_is_named_by_all_though_few_were_connected_t
 
 
 def assert_one_of_many_hosts_is_named_when_it_dies(victim: int) -> None:
-    # Who raised must not exit: it still writes to the store, and who reads a FileStore never gets
-    # past the half of a record that a dead writer left.
+    # A rank that raised must not exit while it still writes to the store: readers of a FileStore
+    # never get past a half-written record of a dead process.
     with far_apart():
         objcomm.barrier()
         if here().rank == victim:
@@ -561,7 +564,7 @@ def assert_one_of_many_hosts_is_named_when_it_dies(victim: int) -> None:
 
 @ranks(20, expect_dead={6}, deadline=300)
 def test_rank_6_of_many_hosts_is_named_by_all_when_it_dies() -> None:
-    """Rank 7 is connected to rank 6 alone: losing that one is no loss of all others."""
+    """Rank 7 is connected only to rank 6, and losing it does not mean losing all the others."""
     assert_one_of_many_hosts_is_named_when_it_dies(6)
 
 
@@ -577,9 +580,9 @@ def test_rank_10_of_many_hosts_is_named_by_all_when_it_dies() -> None:
 
 @ranks(20, expect_dead={13}, deadline=300)
 def test_a_dead_rank_of_another_host_with_which_nobody_had_to_do_is_named() -> None:
-    """Before a first use, and by who only polls."""
+    """Before the group's first use, and also by a rank that only polls."""
     with far_apart(), subgroup(*range(20)) as group:
-        objcomm.barrier()  # torch has connected all of them, too
+        objcomm.barrier()  # torch's own connections exist as well
         if here().rank == 13:
             os._exit(1)
         if here().rank == 2:
@@ -594,7 +597,7 @@ def _die(*_: object) -> None:
 
 
 def _die_after_saying_it_to(others: int) -> Any:
-    """A rank's end when it has said to so many others that it is complete."""
+    """Kill the rank once it has announced to this many others that it is complete."""
     complete = connect._Joining.complete  # noqa: SLF001  # where it dies
 
     def dying(joining: Any, link: Any) -> None:
@@ -612,7 +615,7 @@ def _die_after_saying_it_to(others: int) -> Any:
 def test_all_name_the_rank_alone_that_dies_as_the_others_are_complete(
     others: int, connected: str
 ) -> None:
-    """The others close their connections, too, and are not to be named."""
+    """The others close their connections too, but must not be named."""
     rank, size = here().rank, here().world_size
     objcomm.barrier()
     group = dist.new_group()
@@ -643,11 +646,11 @@ def test_a_rank_that_dies_while_all_connect_is_named() -> None:
 
 @ranks(2)
 def test_two_that_send_to_each_other_first_may_take_long_to_connect() -> None:
-    """They meet, so neither waits for the other's call, and they are in no circle."""
+    """They are connecting, so neither waits for the other's call and there is no deadlock."""
     connecting = connect._Joining.connect  # noqa: SLF001  # what takes long
 
     def slow(joining: Any) -> None:
-        time.sleep(4.0)  # the search for circles begins after one second
+        time.sleep(4.0)  # the search for deadlocks starts after one second
         connecting(joining)
 
     rank = here().rank

@@ -1,6 +1,6 @@
-"""How many connections to the store a process has, and what becomes of one that failed.
+"""How many connections to the store a process has, and what happens when one fails.
 
-The store's host looks up the name of whoever connects, which may hold all ranks for 5 s.
+The store's host looks up the name of each client that connects, which may block all ranks for 5 s.
 """
 
 import gc
@@ -22,12 +22,12 @@ from tests.workers import here
 
 
 def connections(port: int) -> set[int]:
-    """This process's connections to a port, by their inodes."""
+    """Return the inodes of this process's connections to a port."""
     return {inode for inode, address, _ in _connections() if address[1] == port}
 
 
 def meet_again(group: Any) -> None:
-    """Connect the ranks of a group once more."""
+    """Make the ranks of a group connect again."""
     with pytest.raises(DesyncError):
         (objcomm.barrier if here().rank else objcomm.all_gather)("a name", group=group)
     objcomm.barrier(group=group)
@@ -46,7 +46,7 @@ def test_groups_pairs_and_new_meetings_take_the_connections_that_are_there() -> 
             elif here().rank == 1:
                 objcomm.recv(0, group=group)
             meet_again(group)
-        assert connections(port) == before  # torch's, and those of two threads of ours
+        assert connections(port) == before  # torch's and those of two objcomm threads
         assert len(before) == 3
 
 
@@ -59,7 +59,7 @@ def test_groups_of_gloo_that_are_made_one_after_another_share_a_connection() -> 
         for group in [first, *several]:
             assert_group_works(group)
         assert connections(port) == before
-        assert len(before) == 4  # torch's, those of two threads of ours, and one for users' groups
+        assert len(before) == 4  # torch's, two of objcomm's threads, one for users' groups
 
 
 @ranks(2, joined=False)
@@ -78,7 +78,7 @@ def test_a_connection_that_broke_while_nobody_used_it_is_not_used_again() -> Non
         if here().rank == 0:
             world: Any = dist.group.WORLD
             clients = board_thread_of(world).clients
-            clients.take(store_of(world), 60.0)  # the one that is there
+            clients.take(store_of(world), 60.0)  # the existing one
             before = connections(port)
             other = clients.take(store_of(world), 60.0)
             (ours,) = connections(port) - before

@@ -1,7 +1,7 @@
-"""Who computes what: run_on_main and its kin, what they share, and what they refuse.
+"""run_on_main and related functions: which rank computes, what they share, what they refuse.
 
-No test sets a time limit for its calls, but where that is the question: what should be told to
-waiting ranks would otherwise come after half an hour.
+Only tests of time limits set one for their calls. If waiting ranks were not notified of an error,
+their calls would end only after half an hour.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from tests.workers import here
 
 
 class TwoArgumentsError(Exception):
-    """Cannot be rebuilt from its text, and holds what cannot be pickled."""
+    """Cannot be rebuilt from its message, and holds an object that cannot be pickled."""
 
     def __init__(self, name: str, lock: Any) -> None:
         super().__init__(f"{name} failed")
@@ -58,14 +58,14 @@ def test_a_result_is_computed_once_and_shared() -> None:
 
         assert share(compute) == {"name": name, "exact": 2**70, "whole": 2.0, "yes": True}
         assert len(calls) == (here().rank == 0)
-        # The one that computed keeps its own object; what is None costs no more than a message.
+        # The computing rank keeps its own object, and None costs no more than one message.
         made: list[object] = [object()]
         got = share(lambda made=made: made)
         assert (got is made) == (here().rank == 0)
         assert share(lambda: None) is None
     assert objcomm.run_on_main(max, [3, 5], {"key": lambda number: -number}) == 3
     assert objcomm.run_on_main(dict, kwargs={"lr": 0.1}) == {"lr": 0.1}
-    assert objcomm.run_on_main(max, np.array([3, 5])) == 5  # type: ignore[arg-type]  # an array is a sequence but for its type
+    assert objcomm.run_on_main(max, np.array([3, 5])) == 5  # type: ignore[arg-type]  # an array is a sequence except to the type checker
     assert_group_works()
 
 
@@ -188,7 +188,7 @@ def test_a_rank_that_there_is_not_is_refused_before_any_traffic(name: str) -> No
         ({"group_rank": 0.0}, rf"{name}: group_rank must be an integer, a rank, not 0\.0"),
         ({"rank": 0, "group_rank": 0}, rf"{name}: rank=0 and group_rank=0 were both given"),
     ):
-        if here().rank == 0:  # nobody else need hear of it
+        if here().rank == 0:  # no other rank is involved
             with pytest.raises(UsageError, match=told):
                 call(**named)
     assert_group_works()
@@ -199,7 +199,7 @@ def test_a_rank_that_there_is_not_is_refused_before_any_traffic(name: str) -> No
 def test_ranks_that_name_another_one_are_told_so(name: str) -> None:
     def call() -> None:
         SHARES[name](int, rank=2 if here().rank == 1 else 1)
-        objcomm.barrier()  # where it did not wait
+        objcomm.barrier()  # for a rank that did not wait
 
     with pytest.raises(objcomm.DesyncError, match="other roots"):
         call()
@@ -230,7 +230,7 @@ def test_what_comes_after(name: str) -> None:
     everywhere = {keywords[name]: True}
     run(lambda: None, None, None, talks, **everywhere)
     assert events[2:] == [list(range(here().world_size))]
-    # Where the last one fails, all hear of it, those that wait for it in a call included.
+    # If the last rank fails, all ranks raise, including those that wait for it in a call.
     for body in (lambda: None, talks):
 
         def fails_on_last(body: Callable[[], None] = body) -> None:
@@ -260,7 +260,7 @@ def test_a_post_function_may_not_need_a_rank_that_waits() -> None:
 
 @ranks(2)
 def test_a_result_that_cannot_be_decoded() -> None:
-    """Where all meet afterwards all are told; else it is that rank's, as in a broadcast."""
+    """If all ranks meet afterwards, all raise; otherwise only that rank does, as in broadcast."""
     with pytest.raises(CollectiveError, match="rebuilt on rank 1"):
         objcomm.run_once_per_node(lambda: RefusesToArrive(1))
     assert_group_works()
@@ -283,7 +283,7 @@ def test_slow_work_needs_a_longer_limit_and_no_other_group() -> None:
         objcomm.barrier(group=short, timeout=60)
 
     def slow() -> str:
-        time.sleep(0.5)  # beyond the group's limit, no matter how far
+        time.sleep(0.5)  # any time beyond the group's limit
         return "done"
 
     assert objcomm.run_on_main(slow, group=short, timeout=60) == "done"
@@ -291,22 +291,22 @@ def test_slow_work_needs_a_longer_limit_and_no_other_group() -> None:
         slow()
     assert objcomm.all_gather(here().rank, group=short, timeout=60) == [0, 1]
     if here().rank == 0:
-        with pytest.raises(objcomm.TransportTimeout):  # without a limit of its own
+        with pytest.raises(objcomm.TransportTimeout):  # the call sets no limit
             objcomm.barrier(group=short)
     tell_all("it has ended", "")
 
-    def twice() -> None:  # rank 0's part of the first has arrived
+    def twice() -> None:  # rank 0's message for the first has arrived
         for _ in range(2):
             objcomm.barrier(group=short)
 
-    with pytest.raises(objcomm.TransportError):  # a verdict stays until all ranks have heard it
+    with pytest.raises(objcomm.TransportError):  # a verdict stays until all ranks have read it
         twice()
     dist.destroy_process_group(short)
 
 
 @ranks(3, expect_dead={0})
 def test_a_first_rank_that_dies_at_its_work_is_named() -> None:
-    objcomm.barrier()  # it may not die while the others still connect
+    objcomm.barrier()  # rank 0 must not die while others still connect
     with pytest.raises(objcomm.TransportError) as caught:
         objcomm.run_on_main(exit_at_once)
     assert caught.value.operation == "run_on_main"
@@ -335,7 +335,7 @@ def test_threads_share_results_on_lanes_of_their_own() -> None:
 
 @ranks(1, 2, 4)
 def test_decorated_functions_call_each_other() -> None:
-    """SpeechBrain's own example; and one for each host that calls one for all."""
+    """SpeechBrain's own example, and a once_per_node function that calls main_process_only ones."""
     counts = {"fibonacci": 0, "inner": 0}
 
     @objcomm.main_process_only
@@ -359,7 +359,7 @@ def test_decorated_functions_call_each_other() -> None:
     assert counts == ({"fibonacci": 25, "inner": 2} if is_main else {"fibonacci": 0, "inner": 0})
     assert (fibonacci.__name__, fibonacci.__doc__) == ("fibonacci", "Documented.")
     with pytest.raises(CollectiveError) as caught:
-        fibonacci("x")  # type: ignore[arg-type]  # fails on the first rank, two calls deep or one
+        fibonacci("x")  # type: ignore[arg-type]  # fails on rank 0, in the outer call or the nested one
     assert caught.value.failures[0].type_name == "TypeError"
     assert_group_works()
 
@@ -377,7 +377,7 @@ def test_what_gives_no_result_to_share_is_not_decorated() -> None:
         with pytest.raises(UsageError, match="is async"):
             decorate(coroutine)
         with pytest.raises(UsageError, match="not callable"):
-            decorate(classmethod(int))  # type: ignore[arg-type, call-overload]  # the wrong way round
+            decorate(classmethod(int))  # type: ignore[arg-type, call-overload]  # decorators in the wrong order
 
 
 @ranks(2)
@@ -394,7 +394,7 @@ def give_wrong_arguments(name: str) -> None:
 
     with pytest.raises(UsageError, match=f"{name}: timeout=0"):
         SHARES[name](lambda: 1, timeout=0) if name in SHARES else enter()
-    if name in SHARES and here().rank == 0:  # nobody else need hear of it
+    if name in SHARES and here().rank == 0:  # no other rank is involved
         with pytest.raises(UsageError, match=f"{name}: .*callable"):
             SHARES[name]("no function")
     if name.startswith("run_") and here().rank == 1:

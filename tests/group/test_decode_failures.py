@@ -1,4 +1,4 @@
-"""What arrives cannot be rebuilt: whose error that is, and that all ranks stay in step."""
+"""Received objects that cannot be rebuilt: which ranks raise, and that all stay in step."""
 
 import contextlib
 import pickle
@@ -108,7 +108,7 @@ def test_a_large_operand_that_cannot_be_rebuilt_leaves_nobody_waiting() -> None:
 
 
 class Odd:
-    """A codec that raises what is no error of objcomm's, on the way that it is told."""
+    """A codec whose ``decode`` raises ArithmeticError; named "odd encode", ``encode`` does too."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -128,16 +128,16 @@ class Odd:
 
 @contextlib.contextmanager
 def registered(*codecs: base.Codec) -> Iterator[None]:
-    """Let codecs be known in this block, and by no later test."""
+    """Register codecs for this block only."""
     known = base.registry
-    with mock.patch.object(known, "codecs", known.codecs):  # a program never takes one back
+    with mock.patch.object(known, "codecs", known.codecs):  # programs cannot unregister codecs
         for codec in codecs:
             objcomm.codecs.register_codec(codec)
         yield
 
 
 class Marked:
-    """A codec that marks what it carries."""
+    """A codec that adds its mark to each object."""
 
     name = "marked"
 
@@ -210,10 +210,10 @@ def test_with_confirm_structures_that_differ_are_everybodys_error(name: str) -> 
 
 
 class Thing:
-    """Goes by the name of another module, which only its sender has."""
+    """A class presented as part of a module that only the sender has."""
 
 
-#: Why a rank lacks a class: its place, what the rank has instead, and what to do.
+#: By reason: what the receiver lacks, the error it gets instead, and the advice.
 LACKING: dict[str, tuple[str, str, str]] = {
     "a program": (
         "__main__:Thing",
@@ -235,7 +235,7 @@ LACKING: dict[str, tuple[str, str, str]] = {
 
 @contextlib.contextmanager
 def lacking(why: str, *, size: int = 0) -> Iterator[Any]:
-    """On global rank 1 an object of a class that the other ranks lack; on those another object."""
+    """Yield an object whose class only global rank 1 has; on the other ranks, yield 0."""
     name = LACKING[why][0].partition(":")[0]
     there = {name: types.ModuleType(name)} if why == "another version" else {}
     if here().rank == 1 and why != "a program":
@@ -254,7 +254,7 @@ def lacking(why: str, *, size: int = 0) -> Iterator[Any]:
 
 
 def _recv(obj: Any, **options: Any) -> Any:
-    """From rank 1 to all others."""
+    """Send from the source to all others."""
     group = options.get("group")
     own, sender = objcomm.rank(group), options.pop("group_src")
     if own != sender:
@@ -266,7 +266,7 @@ def _recv(obj: Any, **options: Any) -> Any:
 
 
 def _irecv(obj: Any, **options: Any) -> Any:
-    """From rank 1, who waits for nobody, to all others."""
+    """Send asynchronously from the source to all others, then wait."""
     group = options.get("group")
     own, sender = objcomm.rank(group), options.pop("group_src")
     others = [rank for rank in range(objcomm.world_size(group)) if rank != own]
@@ -279,11 +279,11 @@ def _irecv(obj: Any, **options: Any) -> Any:
 
 
 def _told(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for an operation in which every rank sends, whoever it is that cannot be read."""
+    """Adapt an operation that has no source because every rank sends."""
     return lambda obj, group_src: operation(obj) if group_src == 1 else None
 
 
-#: Rank 1 gives an object, and the name is that of its call.
+#: Calls in which rank 1 sends an object, and the name of its own call.
 SENDS: dict[str, tuple[Callable[..., Any], str]] = {
     "broadcast": (objcomm.broadcast, "broadcast"),
     "scatter": (OPERATIONS["scatter"], "scatter"),
@@ -309,7 +309,7 @@ def _assert_told(error: DecodeError, why: str, operation: str, rank: int) -> Non
     member = f"at {error.path}, made by {error.made_by!r}"
     assert f"{named} {error.origin.call_site}, {member}: {kind}: " in str(error)
     assert advice.replace("rank 1", f"rank {rank}") in str(error)
-    again = pickle.loads(pickle.dumps(error))  # noqa: S301  # made here
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301  # pickled here
     assert (str(again), again.origin, again.lacking) == (str(error), error.origin, error.lacking)
 
 
@@ -325,7 +325,7 @@ def test_who_cannot_rebuild_an_object_is_told_whose_it_is_and_in_which_call(
                 if here().rank == 1:
                     send(obj, group_src=1)
                 else:
-                    error = error_in(DecodeError, lambda: send(obj, group_src=1))  # noqa: B023  # called here
+                    error = error_in(DecodeError, lambda: send(obj, group_src=1))  # noqa: B023  # called immediately
                     _assert_told(error, why, operation, 1)
     assert_group_works()
 
@@ -373,7 +373,7 @@ def test_a_reduction_tells_every_rank_whose_operand_cannot_be_rebuilt(name: str)
 
 @ranks(2)
 def test_who_sent_what_is_not_accepted_is_named() -> None:
-    for size in (10, 200_000):  # with the head, and behind it
+    for size in (10, 200_000):  # sent with the header, and after it
         with case(size):
             if here().rank == 1:
                 with contextlib.suppress(CollectiveError):
@@ -404,7 +404,7 @@ def test_of_bytes_that_no_rank_sent_the_sender_is_unknown() -> None:
         ("Can't get attribute 'A.B' on <module 'm.n' from '/x'>", "m.n:A.B"),  # up to Python 3.13
         ("module 'm' has no attribute 'A'", "m:A"),
         ("Can't resolve path 'A.B' on module 'm'", "m:A.B"),
-        ("'A' object has no attribute 'b'", ""),  # of a class's own code
+        ("'A' object has no attribute 'b'", ""),  # raised by a class's own code
     ],
 )
 def test_what_a_module_lacks_is_read_from_pythons_own_words(text: str, place: str) -> None:

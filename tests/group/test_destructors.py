@@ -1,4 +1,4 @@
-"""Calls from destructors that the collector finds in the middle of other calls."""
+"""Calls from destructors that the garbage collector runs in the middle of other calls."""
 
 import contextlib
 import gc
@@ -16,7 +16,7 @@ Call = Callable[[], object]
 
 
 class Cycle:
-    """What only the collector finds."""
+    """A reference cycle, which only the collector frees."""
 
     def __init__(self, at_end: Call) -> None:
         self._itself = self
@@ -28,7 +28,7 @@ class Cycle:
 
 @contextlib.contextmanager
 def collected_at_every_step(at_end: Call) -> Iterator[list[BaseException]]:
-    """A block in which a destructor runs wherever one can; gives what they have raised."""
+    """Run a destructor wherever one can run; yield the errors that destructors raise."""
     raised: list[BaseException] = []
     is_busy = False
 
@@ -39,11 +39,11 @@ def collected_at_every_step(at_end: Call) -> Iterator[list[BaseException]]:
         is_busy = True
         try:
             at_end()
-        except BaseException as error:  # noqa: BLE001  # looked at when all is over
+        except BaseException as error:  # noqa: BLE001  # checked at the end
             raised.append(error)
         finally:
             is_busy = False
-            Cycle(called)  # the next one
+            Cycle(called)  # for the next collection
 
     before = gc.get_threshold()
     Cycle(called)
@@ -84,7 +84,7 @@ AT_END: dict[str, Call] = {
 @ranks(1, 2, disposable=True)
 @pytest.mark.parametrize("name", AT_END)
 def test_a_destructor_may_call_wherever_the_collector_runs(name: str) -> None:
-    """Also within ``ContextVar.set`` (Python 3.11), where ``reset`` raised LookupError before."""
+    """Also within ``ContextVar.set`` (Python 3.11), where ``reset`` used to raise LookupError."""
     assert_group_works()
     with collected_at_every_step(AT_END[name]) as raised:
         for _ in range(4 if name == "dump" else 12):  # each dump takes a millisecond

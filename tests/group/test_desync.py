@@ -1,6 +1,6 @@
-"""Ranks that are not in the same call: every rank hears of it, and the group works on.
+"""Ranks that are not in the same call: every rank raises, and the group keeps working.
 
-No test sets a time limit for its calls: without the watchdog they would wait half an hour.
+No test sets a time limit for its calls. Without the watchdog they would wait half an hour.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ from tests.workers import here
 
 HERE = Path(__file__).name
 
-#: What rank 0 calls, and what the others do.
+#: The call that rank 0 makes, and the one that the others make.
 MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "broadcast and all_gather": (lambda: objcomm.broadcast(1), lambda: objcomm.all_gather(1)),
     "gather and barrier": (lambda: objcomm.gather(1), objcomm.barrier),
@@ -79,9 +79,9 @@ MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 def desync_in(*calls: Callable[[], Any]) -> DesyncError:
-    """The error that one of these calls must raise; what follows it is not called.
+    """Return the error that one of these calls must raise, without making the calls after it.
 
-    A rank that has nothing to wait for returns from its call and learns of it in the next one.
+    A rank that has nothing to wait for returns from its call and raises in the next one.
     """
 
     def make_calls() -> None:
@@ -142,7 +142,7 @@ def test_a_desync_names_operation_number_and_line_of_both_ranks() -> None:
 @ranks(2, 3)
 @pytest.mark.parametrize("how", ["by its message", "by a question", "by a check"])
 def test_a_desync_of_barriers_shows_their_names(how: str) -> None:
-    """Rank 0 hears of the other name in a message, or by a question, as it waits for the last."""
+    """Rank 0 gets the other name from a message, or by asking while it waits for the last rank."""
     size = objcomm.world_size()
     objcomm.barrier()
     name = "epoch\n\udce9 4" if here().rank == size - 1 else "epoch 3"
@@ -164,7 +164,7 @@ def test_a_desync_of_barriers_shows_their_names(how: str) -> None:
 
 @ranks(2)
 def test_of_a_long_name_the_beginning_is_shown() -> None:
-    """At least 31 bytes, and no letter in part."""
+    """At least 31 bytes are shown, and no partial character."""
     error = desync_in(lambda: objcomm.barrier("a" + "é" * 40 if here().rank else "b" * 65))
     assert re.fullmatch("b{31,64}", error.positions[0].name)
     assert re.fullmatch("aé{15,31}", error.positions[1].name)
@@ -184,7 +184,7 @@ def test_a_rank_that_is_a_call_ahead_is_found() -> None:
 
 @ranks(2)
 def test_a_sender_that_is_some_calls_ahead_is_found() -> None:
-    """Rank 0 sends into calls that rank 1 never makes, each of another kind."""
+    """Rank 0 sends in calls that rank 1 never makes, each a different operation."""
     objcomm.barrier()
     if here().rank == 0:
         desync_in(
@@ -207,7 +207,7 @@ def test_two_call_sites_of_one_operation_are_no_desync() -> None:
 
 @ranks(3)
 def test_a_rank_that_waits_for_a_third_one_hears_of_it() -> None:
-    """Rank 2 sends to nobody who is out of step: it waits for the hub's answer only."""
+    """Rank 2 sends to no rank that is out of step; it only waits for the hub's answer."""
     objcomm.barrier()
     calls: list[Callable[[], Any]] = [
         lambda: objcomm.gather(1, dst=1),
@@ -238,7 +238,7 @@ def test_ranks_in_different_groups_hear_of_it(*, is_first_use: bool) -> None:
 @pytest.mark.timed
 @ranks(2)
 def test_each_of_several_deadlocks_of_the_same_groups_is_told_as_soon_as_the_first() -> None:
-    """Whoever has raised waits anew a moment after that circle was told."""
+    """A rank that has raised waits again shortly after that deadlock was reported."""
     with subgroup(0, 1) as one, subgroup(0, 1) as other:
         objcomm.barrier(group=one)
         objcomm.barrier(group=other)
@@ -258,7 +258,7 @@ def test_each_of_several_deadlocks_of_the_same_groups_is_told_as_soon_as_the_fir
 
 @ranks(2)
 def test_where_others_have_found_another_pair_one_error_tells_of_one() -> None:
-    """Of many ranks two may each meet another that differs: with 12, in a third of the calls."""
+    """Among many ranks, two may each detect a different mismatch; with 12, in a third of calls."""
     positions = tuple(Position(rank, "gather", 1, rank, f"train.py:{rank}") for rank in (0, 1))
     standing = Verdict.of(Cause.DESYNC, reason="other roots", positions=positions)
     objcomm.barrier()
@@ -285,7 +285,7 @@ def test_ranks_that_wait_in_a_circle_of_groups_hear_of_it() -> None:
 
 @ranks(3)
 def test_a_rank_that_looks_when_a_circle_is_broken_hears_of_it_too() -> None:
-    """The others have raised, and its group has no name yet by which they could have told it."""
+    """The others have raised, and its group has no name yet through which to report the error."""
     with subgroup(0, 1) as a, subgroup(1, 2) as b, subgroup(0, 2) as c, closely(), patiently():
         if here().rank < 2:
             error = error_in(
@@ -293,7 +293,7 @@ def test_a_rank_that_looks_when_a_circle_is_broken_hears_of_it_too() -> None:
             )
             say(f"rank {here().rank} has raised")
         else:
-            # It answers from the beginning, so that the others can find the circle.
+            # It answers questions from the start, so the others can find the deadlock.
             with mock.patch.object(watchdog, "OVERDUE_SECONDS", math.inf):
                 in_thread(_look_when_the_others_have_raised)
                 error = error_in(DesyncError, lambda: objcomm.all_gather("x", group=c))
@@ -310,7 +310,7 @@ def _look_when_the_others_have_raised() -> None:
 
 @ranks(2)
 def test_a_slow_rank_is_no_desync() -> None:
-    """Rank 1 is in another call of another group, and then comes."""
+    """First rank 1 is late in the world, then rank 0 in another group."""
     with subgroup(0, 1) as other, closely():
         objcomm.barrier(group=other)
         objcomm.barrier()
@@ -338,7 +338,7 @@ def test_waiting_for_a_rank_that_waits_for_a_slow_one_is_no_desync() -> None:
 
 @ranks(2)
 def test_threads_that_wait_in_different_groups_are_no_desync() -> None:
-    """Each rank's two threads wait in two groups, in turn, while the other's are slow."""
+    """Rank 0 first waits only in one group, and rank 1 only in the other."""
     with subgroup(0, 1) as other, closely():
         objcomm.barrier()
         results: list[Any] = []
@@ -394,7 +394,7 @@ def test_many_desyncs_leave_nothing_behind() -> None:
         assert objcomm.all_gather(turn) == [turn, turn]
         if turn == 1:
             threads = threading.active_count()
-    # Those that made the last connections end a moment later.
+    # The threads that made the last connections end a moment later.
     wait_until(lambda: threading.active_count() <= threads, "no more threads than before")
     tell_all("all are over", "")
     assert_no_verdict_stays(store)
@@ -433,7 +433,7 @@ def test_a_rank_that_only_sends_is_told_before_its_next_call() -> None:
     me = objcomm.rank()
 
     def two_calls() -> None:
-        objcomm.broadcast(me, src=min(me, 1))  # rank 0 for itself, the others from rank 1
+        objcomm.broadcast(me, src=min(me, 1))  # rank 0 gives itself as source, the others rank 1
         if me == 0:
             wait_until(lambda: log.texts(logging.ERROR), "what has come was looked at")
             say("it is told")
@@ -441,12 +441,12 @@ def test_a_rank_that_only_sends_is_told_before_its_next_call() -> None:
         objcomm.all_gather("next")
 
     with collected() as log, closely():
-        # A rank that still waits for rank 1's message may hear of it then.
+        # A rank that still waits for rank 1's message may raise there.
         error = error_in(DesyncError, two_calls)
     assert error.reason == "other roots"
     roots = {rank: each.root for rank, each in error.positions.items()}
     assert roots[0] == 0
-    assert 1 in roots.values()  # and -1 of a third rank that was in its next call when it heard
+    assert 1 in roots.values()  # -1 for a third rank already in its next call
     assert HERE in error.positions[0].call_site
     if me == 0:
         assert all(HERE in each for each in log.texts(logging.ERROR))
@@ -454,7 +454,7 @@ def test_a_rank_that_only_sends_is_told_before_its_next_call() -> None:
 
 
 def world_mesh() -> Mesh:
-    """What joins all ranks, or did last; earlier tests may have left others behind."""
+    """Return the mesh that joins all ranks, or last did; earlier tests may have left others."""
     mesh = resolve(None).mesh
     assert mesh is not None
     return mesh
@@ -477,7 +477,7 @@ def test_a_rank_that_hears_of_it_between_two_calls_says_which_was_its_last() -> 
 
 
 class _Waits:
-    """What rank 0 encodes only when its watchdog has seen that rank 1 is in another call."""
+    """Encoding this waits until rank 0's watchdog has seen that rank 1 is in another call."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         mesh = world_mesh()
@@ -488,7 +488,7 @@ class _Waits:
 @ranks(2)
 def test_what_a_call_raises_is_not_logged_as_well() -> None:
     objcomm.barrier()
-    watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # no public way
+    watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # there is no public access
     with collected() as log, closely():
         if here().rank == 0:
             error = error_in(DesyncError, lambda: objcomm.all_gather(_Waits(), name="a"))
@@ -511,7 +511,7 @@ def test_a_rank_that_is_behind_is_told_nothing() -> None:
     else:
         hear("all are sent")
         with collected() as log:
-            watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # no public way
+            watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # there is no public access
             enough = watching._looks + 3  # noqa: SLF001  # likewise
             wait_until(lambda: watching._looks >= enough, "three looks")  # noqa: SLF001  # likewise
             assert not log.texts(logging.ERROR)

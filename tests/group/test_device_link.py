@@ -1,7 +1,7 @@
-"""The device link's logic, driven with CPU tensors over Gloo: what goes where, in which order.
+"""The device link's logic, run with CPU tensors over Gloo: what it moves where, in which order.
 
-The link knows nothing that is particular to a type of device. "cpu" stands for the accelerator
-here, so ``device="cpu"`` stages every large member through the link, as ``device="cuda"`` does.
+The link does not depend on the type of device. Here "cpu" takes the accelerator's role:
+``device="cpu"`` stages every large member through the link, as ``device="cuda"`` does.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
 from tests.ranks import ranks
 from tests.same import assert_same
 
-LARGE = 100_000  # elements, so that the member does not fit into the window
+LARGE = 100_000  # elements, too many for the window
 
 
 class CountingLink(BackendLink):
@@ -56,12 +56,12 @@ class CountingLink(BackendLink):
 
 @contextlib.contextmanager
 def group_with_device_link() -> Iterator[tuple[Any, CountingLink]]:
-    """A new group of all ranks that takes the CPU for its accelerator."""
+    """Yield a new group of all ranks that treats the CPU as its accelerator, and its link."""
     process_group = dist.new_group()
     link = CountingLink(process_group, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("objcomm._calls.group.device_links", lambda _: [link])
-        objcomm.barrier(group=process_group)  # makes the group's links
+        objcomm.barrier(group=process_group)  # creates the group's links
     yield process_group, link
 
 
@@ -169,7 +169,7 @@ def test_trees_on_the_device_are_combined_there_and_as_on_the_host() -> None:
         "loss": 0.5,
     }
     with group_with_device_link() as (group, link):
-        # Without products: torch rounds those of complex numbers as its vector units please.
+        # No products: how torch rounds those of complex numbers depends on its vector units.
         for op in ("sum", "mean", "any", "max"):
             before = link.moved_nbytes
             if op == "max":
@@ -183,7 +183,7 @@ def test_trees_on_the_device_are_combined_there_and_as_on_the_host() -> None:
         assert (onto is None) == (rank != last)
         if onto is not None:
             assert bool((onto["halves"] == 60000.0).all())
-        # What only some ranks have goes through CPU memory.
+        # A member that only some ranks have goes through CPU memory.
         before = link.moved_nbytes
         some = {"rare": torch.ones(LARGE)} if rank else {}
         got = objcomm.all_reduce(some, "mean", missing="skip", group=group)
