@@ -125,7 +125,7 @@ def _interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-#: The last step before a call waits, and the last one after it has waited.
+#: The last step before a call waits, and a step after it has waited.
 EDGES: dict[str, tuple[Any, str]] = {"begin": (Lane, "begin"), "end": (Lane, "end")}
 
 #: Calls that finish together on two ranks, as this rank makes them with the other one.

@@ -99,7 +99,7 @@ def test_zero_comes_first_and_alone() -> None:
         ):
             place = store.add(f"entered{number}", 1)
             if size > 1:
-                with pytest.raises(UsageError, match="inside of"):  # axolotl: hang, or mismatch
+                with pytest.raises(UsageError, match="inside of"):  # axolotl hung or mismatched
                     objcomm.all_gather(1)
         assert (place == 1) == (rank == 0)
         assert objcomm.all_gather(place)[0] == 1
@@ -108,7 +108,7 @@ def test_zero_comes_first_and_alone() -> None:
         if is_zero:
             ran.append(rank)
     assert ran == ([0] if rank == 0 else [])
-    for flag in (rank == size - 1, True, False):  # any flags but true on rank 0 alone
+    for flag in (rank == size - 1, True, False):  # not true on rank 0 alone
         if size > 1:
             with pytest.raises(UsageError, match="zero_first: is_main is true on") as caught:
                 _pass_first_as(flag=flag)
@@ -181,7 +181,7 @@ def test_questions_have_no_side_effect_and_calls_join_by_themselves() -> None:
 def test_alone_everything_works_without_torch_distributed() -> None:
     assert distributed.gather_scalar_from_all_ranks(lambda: 2.0) == [2.0]
     assert distributed.gather_from_all_ranks(lambda: [1]) == [[1]]
-    assert distributed.compute_and_broadcast(lambda: 2**24 + 1) == 2**24 + 1  # axolotl raised
+    assert distributed.compute_and_broadcast(lambda: 2**24 + 1) == 2**24 + 1  # axolotl: an error
     assert distributed.reduce_and_broadcast(lambda: 3, len) == 1
     vals = {"a": 1}
     assert distributed.broadcast_dict(vals) is vals

@@ -199,7 +199,7 @@ def test_a_rank_that_there_is_not_is_refused_before_any_traffic(name: str) -> No
 def test_ranks_that_name_another_one_are_told_so(name: str) -> None:
     def call() -> None:
         SHARES[name](int, rank=2 if here().rank == 1 else 1)
-        objcomm.barrier()  # for a rank that did not wait
+        objcomm.barrier()  # for a rank that returned early
 
     with pytest.raises(objcomm.DesyncError, match="other roots"):
         call()
