@@ -1,4 +1,4 @@
-"""Messages from rank to rank, on real ranks: what is sent arrives, in order, and to whom."""
+"""Point-to-point messages: every object arrives, in order, at the right rank."""
 
 import numpy as np
 import pytest
@@ -138,7 +138,7 @@ def test_a_ring(nbytes: int) -> None:
 
 @ranks(3, 4, joined=False)
 def test_two_ranks_need_nobody_else() -> None:
-    """The very first use of the group, while the others are not in any call of objcomm."""
+    """This is the group's first use, and the other ranks are not in any objcomm call."""
     place = here()
     dist.init_process_group(
         "gloo", store=place.store("p2p"), rank=place.rank, world_size=place.world_size
@@ -217,7 +217,7 @@ def test_a_loop_of_probes_sees_a_message_that_is_under_way() -> None:
 @ranks(2)
 @pytest.mark.parametrize("nbytes", [60_000, 300_000, 700_000, 1_400_000])
 def test_a_rank_that_sends_on_and_on_hears_what_was_taken(nbytes: int) -> None:
-    """It may be so many bytes ahead only as far as it knows what the receiver has taken."""
+    """How many bytes it may be ahead depends on what it knows the receiver has taken."""
     for at in range(40):
         if here().rank == 0:
             objcomm.send(bytes([at]) * nbytes, 1)

@@ -1,4 +1,4 @@
-"""Messages between ranks whose call fails half-way: no thread left, Ctrl-C between two steps."""
+"""Point-to-point calls that fail half-way: no thread can start, or Ctrl-C between two steps."""
 
 import contextlib
 import threading
@@ -22,7 +22,7 @@ from tests.workers import here
 
 @contextlib.contextmanager
 def no_new_threads(name: str) -> Iterator[None]:
-    """Threads of this name can't be started, as where a container has reached its limit."""
+    """Refuse to start threads of this name, as a container at its thread limit does."""
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -36,11 +36,11 @@ def no_new_threads(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupted(*, after: bool) -> Iterator[None]:
-    """Ctrl-C comes right before, or after, this thread hands a call over to another one."""
+    """Interrupt this thread right before or after it hands a call to another thread."""
     submit, here_only = ThreadPool.submit, threading.get_ident()
 
     def interrupt(pool: ThreadPool, job: Callable[[], None]) -> None:
-        is_here = threading.get_ident() == here_only  # what was handed over may go on at once
+        is_here = threading.get_ident() == here_only  # a call that was handed over submits jobs too
         if after or not is_here:
             submit(pool, job)
         if is_here:
@@ -52,7 +52,7 @@ def interrupted(*, after: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pair_that_has_met() -> Iterator[dist.ProcessGroup]:
-    """A group whose ranks 0 and 1 have sent, and have no idle threads yet."""
+    """Yield a group whose ranks 0 and 1 are connected and have no idle threads yet."""
     with subgroup(0, 1) as group:
         if here().rank == 0:
             objcomm.send("met", 1, group=group)
@@ -193,14 +193,14 @@ def test_a_limit_that_passes_when_there_can_be_no_more_threads_ends_the_work() -
             for work in works:
                 with pytest.raises(RuntimeError, match="new thread"):
                     work.wait(PATIENCE_S)
-        with pytest.raises(TransportTimeout):  # who saw it still watches
+        with pytest.raises(TransportTimeout):  # the watchdog still runs
             objcomm.irecv(other, timeout=0.3, tag=4, group=group).wait(PATIENCE_S)
         objcomm.barrier(group=group)
 
 
 @solo()
 def test_the_watcher_outlives_what_it_could_not_end() -> None:
-    watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # nothing shows what it will do
+    watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # nothing public shows its fallbacks
     went_on = threading.Event()
 
     def fail() -> None:
@@ -212,12 +212,12 @@ def test_the_watcher_outlives_what_it_could_not_end() -> None:
     assert watching.is_alive()
 
 
-# Looking
+# Probes
 
 
 @ranks(2)
 def test_a_loop_of_probes_sees_a_message_behind_more_than_is_kept() -> None:
-    """Each probe in vain lets one more come."""
+    """Each probe that finds nothing lets one more message in."""
     count = 80
     if here().rank == 0:
         assert objcomm.recv(1) == "go on"

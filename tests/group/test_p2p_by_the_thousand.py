@@ -1,4 +1,4 @@
-"""Messages from rank to rank by the thousand: few threads, and each waits for its own end."""
+"""Thousands of outstanding messages: few threads, and each request completes on its own."""
 
 import contextlib
 import os
@@ -30,14 +30,15 @@ from tests.ranks import OVER_GLOO, ranks
 from tests.waits import PATIENCE_S, wait_until
 from tests.workers import here
 
-#: A pair's listener, its jobs of three kinds, the word that an offered message is taken, and what
-#: the process has anyway: with Gloo a thread for each wait for a send that may miss an end.
+#: A pair's listener, its three kinds of jobs, the notice that an offered message is taken, and the
+#: process's other threads. With Gloo, each wait for a send that may miss the peer's end has its
+#: own thread.
 FEW_THREADS = 16
 
 
 @contextlib.contextmanager
 def few_threads() -> Iterator[list[int]]:
-    """No more than a few threads are started in this block, however many requests there are."""
+    """Check that this block starts only a few threads, however many requests it makes."""
     start, started = threading.Thread.start, list[int]()
     before = threading.active_count()
     most = [before]
@@ -90,7 +91,7 @@ def test_a_thousand_receives_of_a_ranks_own_messages_keep_their_limits() -> None
 
 
 def _large_in_reverse(count: int) -> None:
-    """The last one is received first, and its sender waits for that before all others."""
+    """Receive the last message first; its sender waits for that one before all others."""
     objects = [bytes([number % 251]) * (40_000 + 997 * number) for number in range(count)]
     if here().rank == 0:
         with few_threads():
@@ -137,7 +138,7 @@ def test_a_subgroup_takes_large_messages_in_any_order() -> None:
 
 @ranks(2)
 def test_a_large_message_is_taken_where_the_way_back_is_full() -> None:
-    """Rank 1 takes nothing of rank 0's until rank 0 has taken its own."""
+    """Rank 1 receives nothing from rank 0 until rank 0 has received its message."""
     count = 80
     if here().rank == 0:
         assert objcomm.recv(1) == "go on"
@@ -151,13 +152,13 @@ def test_a_large_message_is_taken_where_the_way_back_is_full() -> None:
             assert [objcomm.recv(0, tag=1)[0] for _ in range(count)] == list(range(count))
 
 
-# What goes wrong
+# Failures
 
 
 @ranks(2, disposable=True)
 def test_each_send_in_the_queue_keeps_its_own_limit() -> None:
     if here().rank == 0:
-        first = objcomm.isend("first", 1)  # the two have not met
+        first = objcomm.isend("first", 1)  # the two ranks are not connected yet
         second: Any = objcomm.isend("second", 1, timeout=0.3)
         large: Any = objcomm.isend(LARGE, 1, timeout=0.3)
         third = objcomm.isend("third", 1)
@@ -179,7 +180,7 @@ def test_what_was_offered_and_never_taken_ends_at_its_limit() -> None:
     with subgroup(0, 1) as group:
         assert_pair_works(group)
         if here().rank == 0:
-            # Its limit is long enough for those before it to be offered, or it would end alone.
+            # The timeout lets the earlier messages be offered first, or this one would end alone.
             works: list[Any] = [
                 objcomm.isend(LARGE, 1, tag=tag, timeout=3 if tag == 3 else None, group=group)
                 for tag in range(5)
@@ -199,7 +200,7 @@ def test_what_was_offered_and_never_taken_ends_at_its_limit() -> None:
 def test_a_death_ends_all_requests() -> None:
     assert_pair_works()
     if here().rank == 1:
-        for tag in range(50):  # what is still in rank 0's queue then ends as later calls do
+        for tag in range(50):  # a send still in rank 0's queue would fail as later calls do
             objcomm.probe(0, tag=tag)
         hear("rank 0 waits")
         os._exit(3)
@@ -213,7 +214,7 @@ def test_a_death_ends_all_requests() -> None:
 
 @ranks(2, 3)
 def test_a_block_that_fails_elsewhere_ends_all_of_its_receives() -> None:
-    """Of three ranks the last fails, and has no connection to those that wait for each other."""
+    """With three ranks, the failing one is not connected to the two that wait for each other."""
     works: list[Any] = []
 
     def fail_or_wait() -> None:
@@ -227,7 +228,7 @@ def test_a_block_that_fails_elsewhere_ends_all_of_its_receives() -> None:
         when_main_thread_waits(lambda: say("rank 0 waits"))
         try:
             works[0].wait()
-        finally:  # while the block is open: its end would end them, too
+        finally:  # while the block is open: its exit would end them too
             wait_until(lambda: all(work.done() for work in works), "the end of all")
             say("rank 0 has heard")
 
@@ -235,7 +236,7 @@ def test_a_block_that_fails_elsewhere_ends_all_of_its_receives() -> None:
         are_told.append(heed(*given))
         return are_told[-1]
 
-    heed, are_told = inquiry._heed, list[bool]()  # noqa: SLF001  # nothing shows how often it looks
+    heed, are_told = inquiry._heed, list[bool]()  # noqa: SLF001  # nothing public counts its looks
     assert_pair_works()
     with (
         mock.patch.object(inquiry, "_heed", heeded),
@@ -243,7 +244,7 @@ def test_a_block_that_fails_elsewhere_ends_all_of_its_receives() -> None:
         objcomm.fail_together(),
     ):
         fail_or_wait()
-    # One look ends all hundred; on a busy machine the next look may come before they have ended.
+    # One look ends all hundred; on a busy machine the next may come before they have ended.
     assert sum(are_told) < len(works) / 2 or not works
     for work in works:
         assert "of the last" in str(error_in(CollectiveError, partial(work.wait, PATIENCE_S)))
@@ -254,8 +255,8 @@ def test_a_block_that_fails_elsewhere_ends_all_of_its_receives() -> None:
 @ranks(2)
 def test_who_looks_after_a_thousand_waits_looks_at_one() -> None:
     world: Any = dist.group.WORLD
-    told, board = watchdog._watchdogs.watchdog(), board_thread_of(world)  # noqa: SLF001  # what others are told
-    before = len(told.snapshot(board, 1).lanes)  # those of groups that other tests have used
+    told, board = watchdog._watchdogs.watchdog(), board_thread_of(world)  # noqa: SLF001  # what other ranks see
+    before = len(told.snapshot(board, 1).lanes)  # those of groups that earlier tests used
     works = [objcomm.irecv(1 - here().rank, tag=tag) for tag in range(1000)]
     assert len(told.snapshot(board, 1).lanes) - before < 10
     objcomm.barrier()

@@ -1,4 +1,4 @@
-"""Receives that are taken back before a message has met them."""
+"""Receives that are cancelled before a message matches them."""
 
 import asyncio
 import gc
@@ -55,7 +55,7 @@ def test_what_a_message_has_met_goes_on() -> None:
     if here().rank == 0:
         work = objcomm.irecv(1, tag=5)
         hear("rank 1 has begun")
-        assert objcomm.recv(1, tag=6) == "behind it"  # so the first one has met its receive
+        assert objcomm.recv(1, tag=6) == "behind it"  # so the first message has matched its receive
         assert not work.cancel()
         assert work.wait(PATIENCE_S) == LARGE
     else:
@@ -84,7 +84,7 @@ def test_nobody_is_told_that_it_was_never_waited_for_and_nothing_is_kept() -> No
         del work
         gc.collect()
         assert gone() is None
-    # What a test before this one has dropped may be collected here; it was begun elsewhere.
+    # Works that earlier tests dropped may be collected here, but they began in other files.
     assert [str(each.message) for each in caught if each.filename == __file__] == []
     (world,) = objcomm.recorder.dump(group=dist.group.WORLD)["groups"]
     entries = world["entries"]
@@ -113,7 +113,7 @@ async def _awaited(work: Any) -> Any:
 
 @ranks(2)
 def test_thousands_are_taken_back_while_messages_come() -> None:
-    """Each message meets one receive or stays: none is lost."""
+    """Each message matches one receive or stays; none is lost."""
     count = 300
     if here().rank == 0:
         works = [objcomm.irecv(1) for _ in range(2 * count)]

@@ -1,4 +1,4 @@
-"""Messages from rank to rank when a rank dies or leaves: who hears of it, and what arrives."""
+"""Point-to-point messages when a rank dies or leaves: which calls fail, and what arrives."""
 
 import gc
 import os
@@ -35,7 +35,7 @@ def die() -> None:
 
 
 def await_death(pid: int) -> None:
-    """Wait until a process is no more than an exit status."""
+    """Wait until a process has ended; it may still be a zombie."""
     wait_until(lambda: not is_alive(pid), f"the end of process {pid}")
 
 
@@ -51,14 +51,14 @@ WAITS: dict[str, Callable[[], Any]] = {
     "sendrecv": lambda: objcomm.sendrecv(LARGE, 1, 1),
 }
 
-# Each costs three new processes: all waits of ranks that have met, of the others one of a kind.
+# Each costs three new processes, so only ranks that have met try every kind of wait.
 MEETINGS = [
     *[(wait, True, False) for wait in WAITS],
     *[(wait, True, True) for wait in ("recv", "send of something large", "sendrecv")],
     *[(wait, False, False) for wait in ("recv", "recv from any", "send of something large")],
     *[(wait, False, True) for wait in ("probe", "isend")],
 ]
-# The others are of a kind with one of these.
+# Each of the others resembles one of these.
 SHORT_LIST = {
     *[(wait, True, False) for wait in ("recv", "recv from any", "isend", "sendrecv")],
     ("send of something large", True, True),
@@ -121,7 +121,7 @@ def test_a_death_between_head_and_payload(src: int | None) -> None:
 @ranks(2, expect_dead=[1])
 @pytest.mark.parametrize("src", [1, None])
 def test_a_death_before_the_memory_of_a_message_is_handed_over(src: int | None) -> None:
-    """Where it was handed over the message is here, though its sender has died since."""
+    """Once it is handed over, the message is here even if its sender dies."""
     assert_pair_works()
     if here().rank == 1:
         with mock.patch.object(StreamLink, "send_share", side_effect=lambda *_: die()):
@@ -131,7 +131,7 @@ def test_a_death_before_the_memory_of_a_message_is_handed_over(src: int | None) 
 
 @ranks(2, expect_dead=[1])
 def test_a_death_in_mid_payload() -> None:
-    """Rank 1 dies while it sends; on a machine that lets it send all of it first, right after."""
+    """Rank 1 dies while it sends, or right after where the system accepts the whole payload."""
     if here().rank == 1:
         objcomm.isend(bytes(256 << 20), 0)
         objcomm.recv(0)
@@ -168,8 +168,8 @@ def test_what_a_rank_had_sent_before_its_death_is_received() -> None:
 
 
 def _leave_regularly(*, is_destroyed: bool) -> None:
-    """End this rank's program as a program ends: the interpreter's exit handlers run."""
-    import atexit  # noqa: PLC0415  # for what a program's end does, in a process of the pool
+    """End this rank's process as a program ends: the interpreter's exit handlers run."""
+    import atexit  # noqa: PLC0415  # only this function needs it
 
     if is_destroyed:
         dist.destroy_process_group()
@@ -203,7 +203,7 @@ def test_a_rank_whose_program_ends_is_missed_by_nobody_who_waits_for_any(
 
 @ranks(2, environment=OVER_GLOO)
 def test_a_message_that_was_taken_is_sent_though_its_receiver_has_left() -> None:
-    """The sender is busy until it has heard that the receiver has taken all, and left."""
+    """The sender stays busy until the receiver has taken everything and left."""
     group = dist.new_group([0, 1])
     assert objcomm.sendrecv(here().rank, 1 - here().rank, 1 - here().rank, group=group) is not None
     regular = Watched.__exit__

@@ -1,4 +1,4 @@
-"""Messages from rank to rank that never meet: who is out of step, and who only looks so."""
+"""Point-to-point calls that never match: ranks out of step, and ranks that only look so."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -36,11 +36,11 @@ from tests.workers import here
 
 Call = Callable[[dist.ProcessGroup], Any]
 
-# Who is out of step
+# Ranks that are out of step
 
 
 def out_of_step(group: dist.ProcessGroup, *calls: Call) -> DesyncError | None:
-    """Rank after rank makes its call, and raises; who has none does nothing."""
+    """Return the error of this rank's call, or None if it has no call to make."""
     objcomm.barrier(group=group)
     tell_all("all are here", "")
     if here().rank >= len(calls):
@@ -138,7 +138,7 @@ def test_a_limit_of_a_receive_names_the_tags_that_have_come() -> None:
             objcomm.send(tag, 1, tag=tag)
         hear("late")
     else:
-        objcomm.probe(0, tag=5)  # all have come
+        objcomm.probe(0, tag=5)  # all have arrived
         with patiently():
             error: TransportTimeout = error_in(
                 TransportTimeout, lambda: objcomm.recv(0, timeout=1.0)
@@ -163,7 +163,7 @@ def test_a_circle_of_three(kind: str) -> None:
 
 @ranks(2)
 def test_two_that_have_no_name_for_their_meeting_yet_both_hear_of_a_circle() -> None:
-    """Rank 1 finds it, and has left before rank 0 looks: no verdict can wait for rank 0."""
+    """Rank 1 finds it and leaves before rank 0 looks, so no verdict can wait for rank 0."""
 
     def meet_later(
         store: dist.Store, rank: int, size: int, progress: MeetingState, door: str
@@ -184,7 +184,7 @@ def test_two_that_have_no_name_for_their_meeting_yet_both_hear_of_a_circle() -> 
             patiently(),
             closely(),
         ):
-            mine = (one, other)[here().rank]  # in one group they would be connecting
+            mine = (one, other)[here().rank]  # in the same group they would connect
             error_in(DesyncError, lambda: send(1 - here().rank)(mine))
             say(f"rank {here().rank} raised")
         for group in (one, other):
@@ -194,7 +194,7 @@ def test_two_that_have_no_name_for_their_meeting_yet_both_hear_of_a_circle() -> 
 @pytest.mark.timed
 @ranks(3)
 def test_two_that_are_out_of_step_hear_of_it_within_2_s() -> None:
-    """Rank 2 has the clock: who waits may have no thread beside it, which could still send."""
+    """Rank 2 takes the time: a waiting rank may have no other thread, which could still send."""
     assert_pair_works()
     tell_all("all are here", "")
     if here().rank == 2:
@@ -208,7 +208,7 @@ def test_two_that_are_out_of_step_hear_of_it_within_2_s() -> None:
     assert_pair_works()
 
 
-# And who is not: each is looked at several times before it goes on
+# Ranks that are not: the watchdog looks at each several times before it continues
 
 LOOKS = 4
 

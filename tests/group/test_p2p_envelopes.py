@@ -1,4 +1,4 @@
-"""Who sent a message, with which tag and length, as whoever receives it is told."""
+"""Envelopes: the sender, tag and length that a receive reports."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.workers import here
 
 @ranks(1, 2, 3)
 def test_a_receive_from_any_rank_tells_who_sent() -> None:
-    sending = objcomm.isend("small", right(), tag=7)  # ``send`` waits for a first meeting
+    sending = objcomm.isend("small", right(), tag=7)  # ``send`` would wait for the ranks to connect
     obj, envelope = objcomm.recv(tag=None, with_envelope=True)
     assert (obj, envelope[:3]) == ("small", (left(), left(), 7))
     sending.wait()

@@ -1,4 +1,4 @@
-"""Messages from rank to rank when something is refused, late or interrupted: who raises what."""
+"""Point-to-point messages that are refused, late or interrupted: which rank raises what."""
 
 import gc
 import os
@@ -104,7 +104,7 @@ def test_a_large_message_that_is_refused_raises_on_both(options: dict[str, Any])
     assert_group_works()
 
 
-# Limits
+# Timeouts
 
 
 @ranks(2)
@@ -128,7 +128,7 @@ def test_a_receive_that_waits_too_long_loses_nothing() -> None:
         objcomm.send("now", 1)
         assert [objcomm.recv(1, tag=tag) for tag in (0, 3)] == ["late", LARGE]
     else:
-        hear("all limits have passed")  # in ``recv`` it would be out of step with who waits
+        hear("all limits have passed")  # in ``recv`` it would be out of step with rank 0
         assert objcomm.recv(0) == "now"
         objcomm.send("late", 0)
         objcomm.send(LARGE, 0, tag=3)
@@ -181,7 +181,7 @@ def test_a_send_that_waits_too_long_ends_these_two_ranks_connection_only() -> No
 @pytest.mark.timed
 @ranks(2)
 def test_many_sends_to_a_rank_that_never_comes_end_at_their_limit() -> None:
-    """Each waits for the one before, and all of them together for one limit, and 2 s to tell."""
+    """Each waits for the one before it; together they take one timeout plus 2 s to report."""
     with subgroup(0, 1) as group:
         if here().rank == 0:
             with within(1.0 + 2.0):
@@ -257,7 +257,7 @@ def test_an_interrupted_send_of_something_large_is_told(call: str) -> None:
 
 @ranks(2, disposable=True)
 def test_who_is_interrupted_has_closed_its_connections_however_slow_another_thread_is() -> None:
-    """The thread that asks the store closes them, too; its caller does not wait for it for long."""
+    """The thread that asks the store closes them too; the caller does not wait long for it."""
     assert_pair_works()
     if here().rank == 0:
         is_told, close = threading.Event(), StreamLink.abort
@@ -298,7 +298,7 @@ def test_a_block_that_fails_elsewhere_ends_a_receive(src: int | None) -> None:
     assert_pair_works()
     with pytest.raises(CollectiveError, match="on rank 1"), objcomm.fail_together():
         fail_or_wait()
-    for _ in range(2):  # not even the next calls hear of it
+    for _ in range(2):  # the failure does not reach the next calls
         assert_pair_works()
         objcomm.send("any", (here().rank + 1) % here().world_size, tag=5)
         assert objcomm.recv(tag=5) == "any"

@@ -1,4 +1,4 @@
-"""Many messages from rank to rank at a time: in flight, from threads, and beside collectives."""
+"""Many messages at a time: outstanding, from several threads, and beside collectives."""
 
 import asyncio
 import random
@@ -94,7 +94,7 @@ def test_messages_can_be_awaited() -> None:
 
 @ranks(2)
 def test_a_sender_waits_when_nobody_asks_for_its_messages() -> None:
-    """A rank keeps 64 MiB of another's small messages at most, and here 1 MiB."""
+    """A rank keeps at most 64 MiB of another's small messages; here, 1 MiB."""
     count = 200
     if here().rank == 0:
         assert objcomm.recv(1) == "go on"
@@ -124,7 +124,7 @@ def test_a_receive_of_another_tag_takes_more_in_than_is_kept() -> None:
 
 @ranks(2)
 def test_the_callback_of_a_collective_may_send() -> None:
-    """A pair's messages are no part of the calls that the group makes in turn."""
+    """A pair's messages are not part of the sequence of the group's calls."""
 
     def add(a: int, b: int) -> int:
         objcomm.send(a + b, here().rank, tag=6)

@@ -1,4 +1,4 @@
-"""Messages that are found, taken out for one receiver, and received later."""
+"""Matched probes: a message is taken out for one receiver and received later."""
 
 import threading
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def improbed(src: int | None = None, **options: Any) -> objcomm.Message:
 FINDS: dict[str, Callable[..., objcomm.Message]] = {"mprobe": objcomm.mprobe, "improbe": improbed}
 
 
-# What is taken out
+# Messages that are taken out
 
 
 @ranks(1, 2, 3, 4)
@@ -155,7 +155,7 @@ def test_options_are_those_of_a_receive() -> None:
         objcomm.send(obj, right())
     refused, placed, kept = (objcomm.mprobe(left()) for _ in range(3))
     error_in(DecodeError, lambda: refused.recv(accept=["msgpack"]))
-    with pytest.raises(UsageError, match="received already"):  # as a receive would have taken it
+    with pytest.raises(UsageError, match="received already"):  # as after a refused ``recv``
         refused.recv()
     assert placed.recv(device="meta").device.type == "meta"
     wrong: dict[str, Any]
@@ -178,7 +178,7 @@ def test_so_it_is_over_gloo_and_with_a_key() -> None:
         dist.barrier(group)
 
 
-# Who sends
+# Senders
 
 
 @ranks(2)
@@ -229,7 +229,7 @@ def test_ssend_of_a_rank_to_itself_ends_when_a_thread_receives_what_it_has_found
 def test_one_who_never_receives_lets_the_senders_limit_pass() -> None:
     assert_pair_works()
     if here().rank == 0:
-        # Long enough for it to be sent.
+        # Long enough for the message to be sent.
         error = error_in(TransportTimeout, lambda: objcomm.ssend("late", 1, timeout=3))
         assert error.missing == (1,)
         say("the limit has passed")
@@ -245,7 +245,7 @@ def test_one_who_never_receives_lets_the_senders_limit_pass() -> None:
 
 @ranks(2)
 def test_what_is_held_fills_no_room() -> None:
-    """Else who takes out all that comes, to receive it later, would stop the sender."""
+    """Otherwise, taking out every message to receive it later would stop the sender."""
     count = 40
     if here().rank == 0:
         assert objcomm.recv(1) == "go on"
@@ -280,7 +280,7 @@ def test_a_loop_that_takes_out_sees_a_message_behind_more_than_is_kept() -> None
 @ranks(2, 3)
 @pytest.mark.parametrize("name", FINDS)
 def test_of_many_threads_each_receives_what_it_has_found(name: str) -> None:
-    """With ``probe`` and ``recv`` another thread may come between the two."""
+    """With ``probe`` and then ``recv``, another thread could take the message in between."""
     each_sends, threads = 60, 4
     size = here().world_size
     if here().rank == 0:

@@ -1,4 +1,4 @@
-"""Messages that are taken out and never received, and what else goes wrong with them."""
+"""Matched probes whose message is never received, and their other failures."""
 
 import gc
 import os
@@ -36,7 +36,7 @@ from tests.ranks import OVER_GLOO, ranks
 from tests.waits import PATIENCE_S
 from tests.workers import here
 
-# What is never received
+# Messages that are never received
 
 
 @ranks(1, 2)
@@ -119,7 +119,7 @@ def test_a_forked_process_neither_receives_it_nor_gives_it_back() -> None:
     assert_group_works()
 
 
-# What goes wrong
+# Failures
 
 
 @ranks(2)
@@ -167,7 +167,7 @@ def test_two_that_wait_for_each_other_hear_of_it_and_what_is_held_stays() -> Non
         error: Any = error_in(DesyncError, lambda: objcomm.mprobe(left(), tag=9))
     assert {each.operation for each in error.positions.values()} == {"mprobe"}
     assert whole.recv() == "held"
-    error_in(DesyncError, parted.recv)  # not all of it had come
+    error_in(DesyncError, parted.recv)  # not all of it had arrived
     error_in(DesyncError, sending.wait)
     assert_pair_works()
     assert_group_works()

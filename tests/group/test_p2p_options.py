@@ -1,4 +1,4 @@
-"""Messages from rank to rank: their tags, keys and arguments, and how they are counted."""
+"""Point-to-point messages: tags, keys, arguments and counts."""
 
 from typing import Any
 

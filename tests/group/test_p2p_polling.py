@@ -1,4 +1,4 @@
-"""Who polls: limits of a wait's own close no circle, are kept when short, and lose no message."""
+"""Polling: a wait with its own timeout is in no deadlock, ends on time and loses no message."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ POLLS: dict[str, Callable[[], Any]] = {
     "probe": lambda: objcomm.probe(1, tag=9, timeout=0.2),
     "irecv": lambda: objcomm.irecv(1, tag=9, timeout=0.2).wait(),
     "recv from any": lambda: objcomm.recv(tag=9, timeout=0.2),
-    # A longer one: its messages may not fill what rank 1 has room for, however late that is.
+    # Longer, so that its messages do not fill rank 1's mailbox, however late rank 1 is.
     "sendrecv": lambda: objcomm.sendrecv("early", 1, 1, tag=8, recv_tag=9, timeout=2),
 }
 
@@ -59,7 +59,7 @@ def test_who_polls_is_in_no_circle_with_who_waits_for_him(kind: str, *, have_met
     else:
         with after_looks(LOOKS, partial(say, "rank 1 was looked at")):
             assert objcomm.recv(0) == "later"
-        while objcomm.iprobe(0, tag=8):  # of ``sendrecv``
+        while objcomm.iprobe(0, tag=8):  # sent by ``sendrecv``
             assert objcomm.recv(0, tag=8) == "early"
     assert_group_works()
 
@@ -82,7 +82,7 @@ def test_a_work_that_is_waited_for_with_a_limit_is_in_no_circle() -> None:
 
 @ranks(2)
 def test_a_send_with_a_limit_of_its_own_is_in_no_circle() -> None:
-    """Rank 0's message is large, and rank 1 waits for another one that never comes."""
+    """Rank 0's message is large, and rank 1 waits for one that rank 0 sends later."""
     with subgroup(0, 1) as group:
         assert_pair_works(group)
         with closely(), patiently():
@@ -133,7 +133,7 @@ def test_many_polls_lose_no_message_and_meet_no_false_desync() -> None:
 
 
 def _polled(turn: int) -> list[Any]:
-    """Two messages: one by receives that may be too early, one as soon as a probe has seen it."""
+    """Receive two messages: one by polling, one as soon as a probe finds it."""
     found: list[Any] = []
 
     def is_there() -> bool:
@@ -148,7 +148,7 @@ def _polled(turn: int) -> list[Any]:
     return [*found, objcomm.recv(1, tag=9)]
 
 
-# What has arrived stays
+# Messages that have arrived stay
 
 
 def fall_out_of_step() -> None:
@@ -200,7 +200,7 @@ def test_what_has_arrived_outlives_what_the_two_ranks_outlive(kind: str) -> None
         say("rank 0 has seen all")
     ERRORS[kind]()
     if here().rank == 1:
-        objcomm.send(3, 0, tag=9)  # over new connections, where messages count from 0 again
+        objcomm.send(3, 0, tag=9)  # over new connections, which number messages from 0 again
         objcomm.send("later", 0, tag=8)
     else:
         assert objcomm.iprobe(1, tag=9) is not None
@@ -229,7 +229,7 @@ def test_a_message_whose_body_has_not_come_is_lost_and_its_sender_told(kind: str
 
 
 def _iprobe() -> Any:
-    """Look once; the call may be the one that raises what has ended the connection."""
+    """Probe, again if the first probe raises the error that ended the connection."""
     try:
         return objcomm.iprobe(1, tag=9)
     except objcomm.ObjcommError:
@@ -253,7 +253,7 @@ def test_what_was_here_but_not_taken_in_when_the_connection_ended_keeps_its_plac
             wait_until(lambda: objcomm.iprobe(1, tag=9), "the first message")
             assert objcomm.iprobe(1, tag=8) is None  # listens to the new connection
             hear("rank 1 has sent three")
-            time.sleep(0.1)  # for the third to come before the second, as it must not
+            time.sleep(0.1)  # time for the third to overtake the second, which it must not
             go_on.set()
             assert [objcomm.recv(1, tag=9) for _ in range(3)] == ["first", "second", "third"]
     assert_pair_works()
@@ -262,7 +262,7 @@ def test_what_was_here_but_not_taken_in_when_the_connection_ended_keeps_its_plac
 
 @contextlib.contextmanager
 def _slow_to_listen() -> Iterator[threading.Event]:
-    """The thread that takes in the next message goes on only when it is told to."""
+    """Block the thread that delivers the next message until the event is set."""
     go_on, slow = threading.Event(), list[int]()
     deliver = Mailbox.deliver
 
@@ -276,7 +276,7 @@ def _slow_to_listen() -> Iterator[threading.Event]:
         yield go_on
 
 
-# Limits
+# Timeouts
 
 
 @ranks(2)
@@ -302,7 +302,7 @@ def test_a_short_limit_tells_what_is_known_here() -> None:
 
 @ranks(2)
 def test_a_short_limit_is_not_for_what_has_begun_to_come() -> None:
-    """Rank 1 is stopped when its message's head has come, and goes on when the limit has passed."""
+    """Rank 1 is stopped once its message's header has arrived, and resumed after the timeout."""
     pids = objcomm.all_gather(os.getpid())
     if here().rank == 0:
         wait_until(lambda: objcomm.iprobe(1, tag=9), "the message")

@@ -1,4 +1,4 @@
-"""Sends that end when their message is received, and no sooner."""
+"""Synchronous sends complete when their message is received, and no sooner."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def _ends_when_received(obj: Any) -> None:
         objcomm.ssend(obj, 0, tag=6)
     elif here().rank == 0:
         assert objcomm.recv(1) == "begun"
-        assert objcomm.probe(1, tag=5).tag == 5  # it has come, and a probe receives nothing
+        assert objcomm.probe(1, tag=5).tag == 5  # it has arrived, and a probe does not receive it
         say("rank 0 has looked")
         hear("rank 1 has looked")
         assert objcomm.recv(1, tag=5) == obj
@@ -121,14 +121,14 @@ def test_hundreds_end_in_the_order_in_which_they_are_received() -> None:
         assert [objcomm.recv(0, tag=tag) for tag in range(count - 1)] == list(range(count - 1))
 
 
-# What goes wrong
+# Failures
 
 
 @ranks(2)
 def test_a_small_one_whose_limit_passes_may_still_be_received() -> None:
     assert_pair_works()
     if here().rank == 0:
-        # Long enough for it to be sent.
+        # Long enough for the message to be sent.
         error = error_in(TransportTimeout, lambda: objcomm.ssend("late", 1, timeout=3))
         assert (error.missing, error.seconds) == ((1,), 3)
         say("the limit has passed")
@@ -157,12 +157,12 @@ def test_an_error_of_the_sender_reaches_both_and_of_the_receiver_one() -> None:
 def test_two_that_wait_for_each_other_hear_of_it() -> None:
     assert_pair_works()
     work = objcomm.issend("both", right())
-    objcomm.probe(left())  # of one that has yet to be sent nothing stays
+    objcomm.probe(left())  # a message not yet sent would be lost
     tell_all("both have come", "")
     with closely(), patiently():
         error: Any = error_in(DesyncError, work.wait)
     assert set(error.positions) == {0, 1}
-    assert objcomm.recv(left()) == "both"  # it has come, and stays
+    assert objcomm.recv(left()) == "both"  # it has arrived, and stays
     assert_pair_works()
     assert_group_works()
 

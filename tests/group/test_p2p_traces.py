@@ -1,4 +1,4 @@
-"""What messages from rank to rank leave behind: nothing, of a group that is no more."""
+"""Point-to-point messages of a destroyed group leave nothing behind."""
 
 import gc
 import time
@@ -61,7 +61,7 @@ def test_a_destroyed_group_leaves_no_thread_no_socket_and_no_key() -> None:
     store: Any = store_of(dist.group.WORLD)
 
     def is_settled(descriptors: int, tasks: int) -> bool:
-        """Gloo closes in a thread of its own, so the last group's may still be there."""
+        """Gloo closes in its own thread, so the last group's descriptors and threads may remain."""
         own = _left_over()
         is_closed = own[0] <= descriptors + 4 and own[1] <= tasks + 2
         return is_closed and not keys_of_verdicts(store)
@@ -70,7 +70,7 @@ def test_a_destroyed_group_leaves_no_thread_no_socket_and_no_key() -> None:
     before = _left_over()
     keys = len([key for key in keys_in(store) if "objcomm" in key])
     tell_all("counted", "")
-    _use_and_destroy(8)  # a leak of one for each is seen
+    _use_and_destroy(8)  # a leak of one per group shows
     wait_until(lambda: is_settled(*before), f"no more than {before} descriptors and threads")
     tell_all("settled", "")
     assert len([key for key in keys_in(store) if "objcomm" in key]) <= keys + 2
@@ -84,7 +84,7 @@ def test_a_farewell_that_the_store_hears_late_leaves_no_key() -> None:
     for late in range(2):
         group: Any = dist.new_group([0, 1])
         assert objcomm.sendrecv(here().rank, other, other, group=group) == other
-        if here().rank == late:  # as a question to the other ranks keeps it
+        if here().rank == late:  # keep the board thread busy, as a question to ranks does
             board_thread_of(world).submit(lambda _, late=late: hear(f"destroyed {late}"))  # type: ignore[misc]  # a default
         dist.destroy_process_group(group)
         del group
@@ -109,7 +109,7 @@ def test_nothing_of_a_destroyed_group_reaches_the_next() -> None:
 
 
 class Held:
-    """Something that can be watched."""
+    """An object that weak references can watch."""
 
 
 @ranks(1, 2)
@@ -131,7 +131,7 @@ def test_neither_what_was_sent_nor_what_arrived_is_kept() -> None:
 
 @ranks(2, joined=False)
 def test_a_farewell_is_told_though_its_world_is_no_more() -> None:
-    """A busy machine may take long between the two."""
+    """On a busy machine, the farewell may come long after the group is destroyed."""
     rank, other = here().rank, 1 - here().rank
     own = loopback_store() if rank == 0 else None
     port = int(tell_all("port", str(own.port) if own is not None else "")[0])
