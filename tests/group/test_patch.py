@@ -1,4 +1,4 @@
-"""``objcomm.compat.torch.patch()``: what it reaches, when it ends, and whom it leaves alone."""
+"""``objcomm.compat.torch.patch()``: what it replaces, when it ends, and what it leaves alone."""
 
 import inspect
 import threading
@@ -33,12 +33,12 @@ def are_torchs() -> bool:
 
 
 def calls() -> int:
-    """How many calls of objcomm's this rank has made in the world."""
+    """Count this rank's objcomm calls on the world."""
     return sum(figures.calls for figures in objcomm.stats().values())
 
 
 def gathered_by(all_gather_object: Callable[..., None]) -> bool:
-    """Whether objcomm carries this function's call out; checks what it gives."""
+    """Return whether objcomm carries out this function's call; check its result."""
     before, boxes = calls(), [None] * here().world_size
     all_gather_object(boxes, here().rank)
     assert boxes == list(range(here().world_size))
@@ -76,7 +76,7 @@ def test_torchs_functions_come_back_with_the_last_patch_and_after_an_error() -> 
     with outer:  # it may be used again
         assert not are_torchs()
     assert are_torchs()
-    # Held by one thread, undone by another.
+    # Patched by one thread, undone by another.
     held: list[Any] = []
     thread = threading.Thread(target=lambda: held.append(patch()))
     thread.start()
@@ -113,7 +113,7 @@ def test_what_calls_torch_by_any_modules_name_calls_objcomm_and_nothing_else_doe
         dist.all_gather_object = wrapper
         with patch():
             assert dist.all_gather_object is wrapper
-    # Somebody else's stays, and calls torch's own again.
+    # Another library's wrapper stays, and calls torch's own function again.
     assert dist.all_gather_object is wrapper
     assert not gathered_by(wrapper)
     dist.all_gather_object = ORIGINALS["all_gather_object"]
@@ -171,9 +171,9 @@ def test_where_objcomm_can_not_serve_torchs_functions_do() -> None:
         boxes = [None, None]
         dist.all_gather_object(boxes, "by torch")
         assert (boxes, calls()) == (["by torch", "by torch"], 0)
-        with pytest.raises(ValueError, match="Can't specify both"):  # torch's own words
+        with pytest.raises(ValueError, match="Can't specify both"):  # torch's own message
             dist.broadcast_object_list(boxes, 0, group_src=0)
-        # A group without a store that others reach, whatever its backend.
+        # A group whose store no other rank can reach, whatever its backend.
         monkeypatch.setattr(dist, "get_backend", lambda _: "gloo")
         dist.all_gather_object(boxes, "by torch too")
         assert (boxes, calls()) == (["by torch too"] * 2, 0)
@@ -204,7 +204,7 @@ def test_a_group_that_torch_made_for_itself_is_torchs_beside_a_world() -> None:
     ]
     before = calls()
     with patch(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch's, of a group without a name
+        warnings.simplefilter("ignore", UserWarning)  # torch warns about a group without a name
         boxes: list[Any] = [None] * size
         dist.all_gather_object(boxes, rank, groups[0])
         assert boxes == list(range(size))

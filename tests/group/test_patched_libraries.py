@@ -1,6 +1,6 @@
 """Libraries that call torch's object collectives, unchanged, with and without ``patch()``.
 
-Each test runs a library's own code both ways, compares the results, and says which calls it makes.
+Each test runs a library's own code both ways, compares the results, and lists its objcomm calls.
 """
 
 import os
@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 def both_ways(run: Callable[[], R]) -> dict[str, int]:
-    """The calls of objcomm's that a function makes under the patch; its results must be equal."""
+    """Count a function's objcomm calls under the patch; its results must not change."""
     plain = run()
     objcomm.reset_stats()
     with patch():
@@ -42,7 +42,7 @@ def both_ways(run: Callable[[], R]) -> dict[str, int]:
     return made
 
 
-@pytest.mark.long  # it imports for seconds
+@pytest.mark.long  # its imports take seconds
 @ranks(2, disposable=True, deadline=120)
 def test_accelerate_gathers_and_broadcasts_objects() -> None:
     rank = here().rank
@@ -81,11 +81,11 @@ def test_torchmetrics_metrics_agree() -> None:
         accuracy.update(torch.tensor([0, 1, 2, rank]), torch.tensor([0, 1, 1, 1]))
         values = CatMetric()
         values.update(torch.arange(3.0 * (rank + 1)))
-        # What the metric's own sync does with masks; a whole one needs COCO's tools.
+        # The metric's own sync of masks; a complete metric needs COCO's tools.
         gathered = MeanAveragePrecision._gather_tuple_list(masks)  # noqa: SLF001  # see above
         return [accuracy.compute(), values.compute(), gathered]
 
-    # States that are tensors go by torch's collectives of tensors, which stay as they are.
+    # Tensor states use torch's tensor collectives, which the patch leaves alone.
     assert both_ways(run) == {"all_gather_object": 1}
 
 
@@ -134,7 +134,7 @@ def test_distributed_checkpoints_are_saved_and_loaded(tmp_path: Path) -> None:
 @ranks(2)
 def test_a_checkpoint_may_be_saved_in_the_background(tmp_path: Path) -> None:
     with patch():
-        for turn in range(3):  # each save has a thread of its own
+        for turn in range(3):  # each save has its own thread
             loaded, _ = saved_and_loaded(tmp_path, f"checkpoint {turn}", in_background=True)
             assert loaded["opt"] == {"lr": 2.5}
     assert objcomm.stats()["gather_object"].calls >= 9
@@ -142,10 +142,9 @@ def test_a_checkpoint_may_be_saved_in_the_background(tmp_path: Path) -> None:
 
 
 class FailingPlanner(checkpoint.DefaultSavePlanner):
-    """Cannot plan on rank 1."""
+    """Fails on rank 1."""
 
     def create_local_plan(self) -> checkpoint.SavePlan:
-        """See the class."""
         if here().rank == 1:
             raise OSError("no space left")
         return super().create_local_plan()

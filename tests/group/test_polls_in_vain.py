@@ -1,4 +1,4 @@
-"""Who polls hears that nothing will come, as who waits does."""
+"""Polling calls raise once nothing can arrive any more, as waiting calls do."""
 
 import contextlib
 import os
@@ -30,14 +30,14 @@ from tests.workers import here
 
 
 def no_limit_passed(call: Callable[[], Any]) -> Any:
-    """What a call with a short limit returns; None where the limit has passed."""
+    """Return the result of a call with a short timeout, or None if it times out."""
     try:
         return call()
     except TransportTimeout:
         return None
 
 
-#: Calls that may be made again and again, from one rank or from any; each returns None in vain.
+#: Calls to repeat, for one rank or any; each returns None while nothing has arrived.
 POLLS: dict[str, Callable[..., Any]] = {
     "iprobe": objcomm.iprobe,
     "recv": lambda *to, **group: no_limit_passed(lambda: objcomm.recv(*to, timeout=0.02, **group)),
@@ -48,7 +48,7 @@ POLLS: dict[str, Callable[..., Any]] = {
 
 
 def poll(kind: str, src: int | None = None, group: Any = None) -> Any:
-    """Look again and again until something comes, or an error; fails where neither does."""
+    """Poll until a message or an error arrives; fail if neither does."""
     until = time.monotonic() + PATIENCE_S
     while (found := POLLS[kind](src, group=group)) is None:
         assert time.monotonic() < until, "neither a message nor an error has come"
@@ -57,7 +57,7 @@ def poll(kind: str, src: int | None = None, group: Any = None) -> Any:
 
 
 def destroy_the_world() -> None:
-    """Destroy this rank's process group, and wait until the store has been told why it leaves."""
+    """Destroy this rank's process group, and wait until the store holds the reason."""
     dist.destroy_process_group()
     wait_until(
         lambda: all(each.name != "objcomm-board" for each in threading.enumerate()),
@@ -67,7 +67,7 @@ def destroy_the_world() -> None:
 
 @contextlib.contextmanager
 def looking_when_said(topic: str) -> Iterator[None]:
-    """Look whether a sender has gone only when it has said so: it may be late to tell why."""
+    """Look for lost senders only after ``topic`` is said: a sender may give its reason late."""
     look = losses.look_for_senders
 
     def look_if_said(*given: Any) -> None:
@@ -83,7 +83,7 @@ def be_killed() -> NoReturn:
     raise AssertionError
 
 
-# The others are of a kind with one of these.
+# Each of the others resembles one of these.
 ENDS = [("iprobe", "killed", 1), ("recv", "killed", None), ("probe", "destroyed", 1)]
 
 
@@ -92,7 +92,7 @@ ENDS = [("iprobe", "killed", 1), ("recv", "killed", None), ("probe", "destroyed"
 def test_who_polls_for_a_first_message_hears_of_its_senders_end(
     kind: str, end: str, src: int | None
 ) -> None:
-    # Connections that all ranks have would tell of its end; of one that was killed the kernel does.
+    # A new group: on existing connections, the kernel would report the end of a killed rank.
     group: Any = dist.new_group() if end == "killed" else None
     objcomm.barrier()
     if here().rank == 1:
@@ -144,13 +144,13 @@ def test_who_polls_for_any_rank_is_served_by_those_who_are_left() -> None:
 @ranks(3)
 @pytest.mark.parametrize("kind", POLLS)
 def test_who_polls_in_a_block_hears_that_it_has_failed_elsewhere(kind: str) -> None:
-    """Ranks 0 and 2 poll each other, so no connection of rank 1's tells them.
+    """Ranks 0 and 2 poll each other, so no connection to rank 1 reports the failure.
 
-    They do so in a group of their own: their connection may come about as the block fails, and one
-    of them may then be told of the failure once more.
+    They use a separate group because they may connect while the block fails, and one of them may
+    then receive the failure twice.
     """
     own, other = here().rank, 2 - here().rank
-    heard: list[CollectiveError] = []  # of a poll, where the block makes one of any error
+    heard: list[CollectiveError] = []  # raised by a poll: the block turns any error into one
 
     def fail_or_poll(group: Any) -> None:
         if own == 1:

@@ -1,4 +1,4 @@
-"""What ``torch.profiler`` shows: each operation by name, and its parts inside of it."""
+"""``torch.profiler`` shows each operation by name, with its parts nested inside."""
 
 import json
 import threading
@@ -27,7 +27,7 @@ def looking(config: Any = None) -> profile:
 
 
 def exported(profiler: profile, path: Path) -> Spans:
-    """The spans of a Chrome trace by name: begin, end, thread."""
+    """Return the spans of a Chrome trace by name, each as begin, end and thread."""
     profiler.export_chrome_trace(str(path))
     found: Spans = {}
     for event in json.loads(path.read_text())["traceEvents"]:
@@ -103,7 +103,7 @@ def test_a_call_in_flight_is_shown_where_the_profiler_looks_at_all_threads(
         work.wait()
     spans = exported(profiler, tmp_path / f"{here().rank}.json")
     (step,), (encoding,) = spans["step"], spans["objcomm::encode"]
-    assert is_inside(encoding, step)  # on the caller's thread, in any case
+    assert is_inside(encoding, step)  # always on the caller's thread
     assert ("objcomm::all_gather" in spans) == looks_at_all
     if looks_at_all:
         (operation,), (transfer,) = spans["objcomm::all_gather"], spans["objcomm::transfer"]

@@ -1,4 +1,4 @@
-"""Random programs: any operations, sizes, roots, codecs and failures in a row stay in step."""
+"""Random programs: any sequence of operations, sizes, roots, codecs and failures stays in step."""
 
 import random
 import threading
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def run_turn(turn: int, chance: random.Random, group: Any) -> None:
-    """Do one operation; all ranks draw the same numbers."""
+    """Run one random operation; all ranks draw the same numbers."""
     rank, size = objcomm.rank(group), objcomm.world_size(group)
     wants = [content(i, chance.choice(SIZES), turn) for i in range(size)]
     root = chance.randrange(size)
@@ -38,7 +38,7 @@ def run_turn(turn: int, chance: random.Random, group: Any) -> None:
 
     def scatter() -> None:
         chunks: list[Any] = [*wants]
-        if failing not in {None, root}:  # what the source gives itself is never encoded
+        if failing not in {None, root}:  # the source never encodes its own object
             chunks[failing] = threading.Lock()
         got = objcomm.scatter(chunks if rank == root else None, group_src=root, **options)
         assert same(got, wants[rank])

@@ -1,7 +1,7 @@
-"""Random programs of all operations, in flight or not, give what a model in one process gives.
+"""Random programs, synchronous or asynchronous, give the results of a model in one process.
 
-Every rank draws the same program and knows what each rank contributes to each step, so each can
-work out what it must get. In which order it waits for its own works, each rank draws for itself.
+Every rank draws the same program and knows what each rank contributes to each step, so it can
+compute what it must get. Each rank draws for itself the order in which it waits for its works.
 """
 
 import contextlib
@@ -39,14 +39,14 @@ class Step:
 
     Attributes:
         name: an operation.
-        members: global ranks of the group that it concerns.
+        members: global ranks of its group.
         lane: the lane's name.
-        are_async: for each member, whether it takes a work.
-        root: source or destination, within the group; where two take part, the sender.
-        peer: the receiver.
+        are_async: for each member, whether it calls asynchronously.
+        root: group rank of the source or destination; for a message, of the sender.
+        peer: group rank of a message's receiver.
         nbytes: what each member contributes.
         failing: the member whose contribution can't be sent.
-        codec: what encodes.
+        codec: the codec's name.
         turn: how many steps came before it.
     """
 
@@ -68,7 +68,7 @@ class Step:
 
 
 def draw(chance: random.Random, turn: int, groups: list[tuple[int, ...]]) -> Step:
-    """The next step."""
+    """Draw the next step."""
     members = chance.choice(groups)
     size = len(members)
     is_message = chance.random() < 0.35
@@ -92,7 +92,7 @@ def draw(chance: random.Random, turn: int, groups: list[tuple[int, ...]]) -> Ste
 
 
 def model(step: Step, rank: int) -> Any:
-    """What a member must get from a collective that no rank fails."""
+    """Return what a member must get from a collective that fails on no rank."""
     wants, scalars = step.wants, [rank * 1000 + step.turn for rank in range(len(step.members))]
     everywhere = {
         "broadcast": wants[step.root],
@@ -114,7 +114,7 @@ def model(step: Step, rank: int) -> Any:
 
 
 def fails(step: Step, rank: int) -> bool | None:
-    """Whether a member must be told of a failure; None where it may or may not."""
+    """Return whether a failure must reach a member; None if it may or may not."""
     failing, root = step.failing, step.root
     if failing is None or step.name == "barrier":
         return False
@@ -122,7 +122,7 @@ def fails(step: Step, rank: int) -> bool | None:
         return failing == root
     if step.name in {"gather", "reduce", "gather_scalar"}:
         return rank in (failing, root)
-    if step.name == "scatter":  # what the source gives itself is not encoded
+    if step.name == "scatter":  # the source does not encode its own object
         return None if failing != root else False
     if step.name in {"all_to_all", "scan", "exscan", "reduce_scatter"}:
         return None
@@ -130,7 +130,7 @@ def fails(step: Step, rank: int) -> bool | None:
 
 
 def alike(got: Any, want: Any) -> bool:
-    """Whether something that arrived is what the model says."""
+    """Return whether a received object is what the model expects."""
     if isinstance(want, dict):
         return same(got, want)
     if isinstance(want, list):
@@ -152,7 +152,7 @@ class Running:
     )
 
     def take_step(self, step: Step) -> None:
-        """Begin it, and end it if this rank calls synchronously."""
+        """Start a step, and finish it if this rank calls synchronously."""
         if here().rank in step.members:
             rank = step.members.index(here().rank)
             for call, judge in self._calls(step, rank):
@@ -164,7 +164,7 @@ class Running:
             self.wait_for(self.own.randrange(len(self.in_flight)))
 
     def wait_for(self, at: int) -> None:
-        """Wait for one of the works in flight, in one of several ways."""
+        """Wait for an outstanding work, in one of several ways."""
         step, work, judge = self.in_flight.pop(at)
         if self.own.random() < 0.3:
             list(objcomm.as_completed([work]))
@@ -226,7 +226,7 @@ class Running:
 
     def _messages(self, step: Step, rank: int) -> Iterator[tuple[Callable[..., Any], Any]]:
         wants, size = step.wants, len(step.members)
-        # Of several messages with one tag the first is taken first; who takes any needs its own.
+        # Messages with one tag arrive in order; a receive from any rank needs its own tag.
         tag = step.turn % 3 if step.name == "message" else 1000 + step.turn
         options: dict[str, Any] = {"group": self.groups[step.members], "tag": tag}
         send = partial(objcomm.send, wants[rank], codec=step.codec, **options)
@@ -245,7 +245,7 @@ class Running:
             yield partial(recv, **whose), wants[step.root]
 
     def _around(self, step: Step, both: partial[Any], *, async_op: bool = False) -> Any:
-        """A step of a ring; in flight it is a send and a receive."""
+        """Do one step of a ring; asynchronously, it is a send and a receive."""
         if not async_op:
             return both()
         options = dict(both.keywords)

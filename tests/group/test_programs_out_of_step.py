@@ -1,9 +1,8 @@
-"""Random programs in which one rank makes another call than the rest, and then all go on.
+"""Random programs in which one rank makes a different call, after which all ranks continue.
 
-Every rank draws the same program; for how long it computes before a call, each draws for itself. So
-the error reaches a rank anywhere: before it has begun a call that others have begun, in a
-synchronous call, in a work that it waits for later, or drops. Once every rank has raised it, the
-next call of all is the same.
+Every rank draws the same program, but its own pauses before the calls. So the error can reach a
+rank anywhere: before a call that others have started, in a synchronous call, or in a work that it
+waits for later or drops. Once every rank has raised the error, their next calls match.
 """
 
 import gc
@@ -28,13 +27,13 @@ _LONGEST_PAUSE_S = 0.05
 
 @dataclass(frozen=True)
 class Step:
-    """One call, the same on all ranks.
+    """One call, which differs between ranks only in ``is_apart``.
 
     Attributes:
-        is_async: whether it gives a work.
-        is_dropped: whether nobody ever asks that.
+        is_async: whether it returns a work.
+        is_dropped: whether that work is never waited for.
         ends_one: whether the oldest work is waited for afterwards.
-        is_apart: whether this rank calls something else.
+        is_apart: whether this rank makes a different call.
     """
 
     is_async: bool
@@ -44,7 +43,7 @@ class Step:
 
 
 def draw(chance: random.Random) -> list[Step]:
-    """A program; in one of its steps one of the ranks is out of step."""
+    """Draw a program in which one rank makes one different call."""
     count = chance.randint(2, 8)
     apart, culprit = chance.randrange(count), chance.randrange(here().world_size)
     return [
@@ -59,7 +58,7 @@ def draw(chance: random.Random) -> list[Step]:
 
 
 def carry_out(program: list[Step], own: random.Random) -> None:
-    """Take its steps, and wait for what they have begun."""
+    """Run the steps, and wait for the works they have started."""
     works: list[tuple[int, Work[Any]]] = []
     for at, step in enumerate(program):
         if own.random() < 0.5:
@@ -79,7 +78,7 @@ def carry_out(program: list[Step], own: random.Random) -> None:
 
 
 def end(at: int, work: Work[Any]) -> None:
-    """Wait for a work that all ranks have begun in the same step."""
+    """Wait for a work that all ranks started in the same step."""
     assert work.wait() == [at] * here().world_size
 
 
@@ -89,7 +88,7 @@ def end(at: int, work: Work[Any]) -> None:
 def test_every_rank_hears_of_it_once_and_goes_on(*, in_block: bool, seed: int) -> None:
     objcomm.barrier()
     with warnings.catch_warnings(), closely(), patiently():
-        warnings.simplefilter("ignore")  # of works that nobody waits for, which is intended
+        warnings.simplefilter("ignore")  # about dropped works, which are intended
         for turn in range(PROGRAMS):
             program = draw(random.Random(f"{seed} {turn}"))
             own = random.Random(f"{seed} {turn} {here().rank}")
@@ -99,11 +98,11 @@ def test_every_rank_hears_of_it_once_and_goes_on(*, in_block: bool, seed: int) -
                         carry_out(program, own)
                 else:
                     carry_out(program, own)
-                    objcomm.barrier()  # if the work of the step in question was dropped
+                    objcomm.barrier()  # in case the differing step's work was dropped
             except ObjcommError:
                 pass
             else:
                 raise AssertionError(f"{program} has raised nothing")
             tell_all(f"all have heard in {turn}", "")
             assert_group_works()
-        gc.collect()  # or a work that was dropped warns in a later test
+        gc.collect()  # or a dropped work would warn in a later test

@@ -23,7 +23,7 @@ from tests.ranks import OVER_GLOO, ranks, solo
 from tests.workers import here
 
 MIB = 1 << 20
-#: Travels in pieces of 4 MiB at most.
+#: Sent in pieces of at most 4 MiB.
 LARGE_NBYTES = 20 * MIB
 
 
@@ -36,7 +36,7 @@ def _one_each() -> list[torch.Tensor]:
 
 
 class Recording:
-    """Takes a bar's place and remembers what it is told."""
+    """Replaces a bar and records its calls."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -55,7 +55,7 @@ class Recording:
 
 @contextlib.contextmanager
 def recording(meter: Recording | None = None) -> Iterator[Recording]:
-    """What the group's first rank would show."""
+    """Record what the group's first rank would show."""
     found = meter or Recording()
     with mock.patch("objcomm._calls.call.bar_for", lambda _, rank: found if rank == 0 else None):
         yield found
@@ -63,7 +63,7 @@ def recording(meter: Recording | None = None) -> Iterator[Recording]:
 
 @contextlib.contextmanager
 def terminal() -> Iterator[io.StringIO]:
-    """What standard error shows; bars come at once."""
+    """Capture standard error; bars appear immediately."""
     with (
         mock.patch("objcomm._observe.progress._PATIENCE_SECONDS", 0.0),
         contextlib.redirect_stderr(io.StringIO()) as shown,
@@ -73,7 +73,7 @@ def terminal() -> Iterator[io.StringIO]:
 
 Operation = Callable[[], object]
 
-#: For each operation the bytes that the first rank of a world shows.
+#: Each operation, and the number of bytes that a world's first rank shows.
 CASES: dict[str, tuple[Operation, Callable[[int], int]]] = {
     "broadcast": (lambda: objcomm.broadcast(large(), progress=True), lambda _: LARGE_NBYTES),
     "broadcast from the last": (
@@ -110,7 +110,7 @@ CASES: dict[str, tuple[Operation, Callable[[int], int]]] = {
 @ranks(2, 3, 4)
 def test_every_byte_is_counted_once_and_piece_by_piece() -> None:
     for turn, (name, (operation, expected)) in enumerate(CASES.items()):
-        if (turn + here().world_size) % 3:  # each in two of the three worlds
+        if (turn + here().world_size) % 3:  # each in two of the three world sizes
             with case(name):
                 count_and_compare(operation, expected)
 
@@ -121,7 +121,7 @@ def count_and_compare(operation: Operation, expected: Callable[[int], int]) -> N
     if here().rank == 0:
         nbytes = expected(here().world_size)
         assert sum(meter.pieces) == meter.total
-        # The codec's own bytes may follow by themselves, too.
+        # The codec's own bytes may be counted as well.
         assert nbytes <= meter.total < nbytes + MIB
         assert max(meter.pieces) <= 4 * MIB
     else:
@@ -154,7 +154,7 @@ def test_results_are_the_same_with_a_bar() -> None:
 
 
 class Telling(Recording):
-    """Tells the other rank when the third piece has moved."""
+    """Notifies the other rank when the third piece has moved."""
 
     def moved(self, nbytes: int) -> None:
         super().moved(nbytes)
@@ -164,12 +164,12 @@ class Telling(Recording):
 
 @contextlib.contextmanager
 def after_pieces(count: int, action: Callable[[], object]) -> Iterator[None]:
-    """Let this rank do something when so many pieces have come, before it takes more."""
+    """Run ``action`` when ``count`` pieces have arrived, before this rank takes more."""
     taken: list[object] = []
-    original = Transfers._take  # noqa: SLF001  # where a piece has come
+    original = Transfers._take  # noqa: SLF001  # called when a piece has arrived
 
     def take(self: Transfers, *args: object, **kwargs: bool) -> None:
-        original(self, *args, **kwargs)  # type: ignore[arg-type]  # handed on
+        original(self, *args, **kwargs)  # type: ignore[arg-type]  # passed on
         taken.append(None)
         if len(taken) == count:
             action()
@@ -212,7 +212,7 @@ def test_several_senders_are_counted_in_turn() -> None:
     with recording() as meter:
         objcomm.gather(mine, progress=True)
     if here().rank == 0:
-        # Rank 1's and rank 2's first pieces, then their second ones, then what rank 2 has left.
+        # Rank 1's and rank 2's first pieces, then their second ones, then the rest of rank 2's.
         assert meter.pieces == [4 * MIB, 4 * MIB, 2 * MIB, 4 * MIB, 2 * MIB]
 
 
@@ -263,7 +263,7 @@ def test_what_is_over_soon_shows_nothing_and_imports_nothing() -> None:
     with (
         mock.patch(
             "objcomm._observe.progress._PATIENCE_SECONDS", 60.0
-        ),  # half a second may be soon over
+        ),  # the default of 0.5 s may pass too soon
         contextlib.redirect_stderr(io.StringIO()) as shown,
     ):
         for nbytes in (10, 100_000, MIB):
@@ -300,7 +300,7 @@ def test_a_death_in_the_middle_ends_the_bar_and_its_line() -> None:
         if here().rank == 1:
             with after_pieces(2, die_when_it_is_shown):
                 objcomm.broadcast(None, progress=True)
-        if here().rank == 2:  # it may have all before it hears of the death
+        if here().rank == 2:  # it may have everything before it learns of the death
             outcome_of(lambda: objcomm.broadcast(None, progress=True))
             return
         with (
@@ -316,15 +316,15 @@ def test_a_death_in_the_middle_ends_the_bar_and_its_line() -> None:
         assert not getattr(tqdm, "_instances", ())
 
 
-@ranks(2, expect_dead=(1,), environment=OVER_GLOO)  # which sends while nobody waits
+@ranks(2, expect_dead=(1,), environment=OVER_GLOO)  # which sends while no rank waits
 def test_a_sender_that_dies_in_the_middle_ends_the_bar_and_its_line() -> None:
     with terminal() as shown:
         if here().rank == 1:
             sent: list[int] = []
-            original = Transfers._send  # noqa: SLF001  # where a piece leaves
+            original = Transfers._send  # noqa: SLF001  # called when a piece leaves
 
             def send(self: Transfers, flat: torch.Tensor, *args: object) -> None:
-                original(self, flat, *args)  # type: ignore[arg-type]  # handed on
+                original(self, flat, *args)  # type: ignore[arg-type]  # passed on
                 sent.append(flat.nbytes)
                 if len(sent) == 5:
                     here().store("progress").get("begun")
@@ -352,7 +352,7 @@ class _Broken(io.StringIO):
 def test_what_cannot_be_shown_ends_no_call_and_stops_no_other_thread() -> None:
     with terminal(), contextlib.redirect_stderr(_Broken()):
         assert len(objcomm.broadcast(large(), progress=True)) == LARGE_NBYTES
-        # Another thread needs tqdm's lock, too.
+        # Another thread needs tqdm's lock too.
         objcomm.gather(large(), progress=True, async_op=True).wait()
     assert_group_works()
 

@@ -1,4 +1,4 @@
-"""What each rank tells of its last calls, on request and when ranks lose each other."""
+"""The record of each rank's last calls, dumped on request and when ranks lose each other."""
 
 import contextlib
 import json
@@ -37,23 +37,23 @@ from tests.workers import here
 Raw = dict[str, Any]
 
 HERE = Path(__file__).name
-# Long enough for ranks that begin together to be under way.
+# Long enough for ranks that start together to enter the call.
 LIMIT_S = 0.5
 
 
 def folder() -> Path:
-    """A folder of all ranks of this test's own pool."""
+    """Return the folder that all ranks of this test's own pool share."""
     return here().folder / "records"
 
 
 def world_entries(told: Raw) -> list[Raw]:
-    """The calls on the world's group, without the meeting."""
+    """Return the recorded calls on the world's group, without the meeting."""
     (world,) = (each for each in told["groups"] if each["description"] == "default_pg")
     return [each for each in world["entries"] if each["sequence"] >= 0]
 
 
 def report() -> str:
-    """What `inspect` says of the files of all ranks."""
+    """Return what `inspect` reports about all ranks' files."""
     return inspect(read([folder()]), 20)
 
 
@@ -83,7 +83,7 @@ def test_a_dump_tells_the_last_calls() -> None:
         assert moved > 10_000
     assert (second["root"], second["codec"]) == (here().world_size - 1, "msgpack")
     assert second["sequence"] == first["sequence"] + 1
-    alone = here().world_size == 1  # nobody else is told of the empty list
+    alone = here().world_size == 1  # no other rank receives the error about the list
     assert third["outcome"] == ("UsageError" if alone else "CollectiveError")
     assert_group_works()
 
@@ -131,7 +131,7 @@ def test_messages_are_told_by_both_ranks_and_laid_side_by_side() -> None:
     messages = [each for each in told if each["operation"] in {"send", "recv", "probe"}]
     wanted = ["send", "send", "send", "recv"] if here().rank == 0 else ["probe", "recv", "recv"]
     assert [each["operation"] for each in messages] == [*wanted, "send", "recv"]
-    # Of the receive from any rank: who sent.
+    # For the receive from any rank, the root is the sender.
     assert [each["root"] for each in messages[:3]] == ([1, 1, 0] if here().rank == 0 else [0] * 3)
     assert max(each["sent_nbytes"] + each["received_nbytes"] for each in messages) > 100_000
     dist.barrier()
@@ -239,7 +239,7 @@ def test_a_message_that_never_came_is_found() -> None:
 
 @ranks(3, disposable=True)
 def test_a_rank_that_does_not_come_to_the_first_use_is_found() -> None:
-    # Rank 2 has not used objcomm, and so answers nobody.
+    # Rank 2 has not used objcomm, so it does not answer.
     with objcomm.configure(record_folder=folder()), patiently(answers_s=0.1):
         tell_all("all are here", "")
         if here().rank < 2:
@@ -353,7 +353,7 @@ def test_a_dump_is_its_users_own_and_follows_no_link() -> None:
     assert stat.S_IMODE(dump.lstat().st_mode) == 0o600
     assert json.loads(dump.read_text())["pid"] == os.getpid()
     before = set(folder.iterdir())
-    with pytest.raises(TypeError):  # and where writing fails nothing stays
+    with pytest.raises(TypeError):  # a failed write leaves no file
         recorder._write({"at": object()}, dump)  # noqa: SLF001  # there is no public way
     assert set(folder.iterdir()) == before
 
@@ -369,6 +369,6 @@ def test_the_profiler_shows_each_operation_by_name() -> None:
     counts = {each.key: each.count for each in seen.key_averages()}
     for name in ("broadcast", "all_gather", "scatter"):
         assert counts[f"objcomm::{name}"] == 1
-    # These would write into memory of the profiler's that is gone by then.
+    # These would write into profiler memory that is freed by then.
     assert not [key for key in counts if key.startswith("gloo:")]
     assert_group_works()

@@ -1,4 +1,4 @@
-"""reduce_scatter: each rank's own combination, in rank order, and failures for all."""
+"""reduce_scatter: each rank gets its own combination in rank order; failures reach all ranks."""
 
 import functools
 import threading
@@ -18,7 +18,7 @@ LARGE = 3_000_000
 
 
 def join(left: Any, right: Any) -> Any:
-    """Associative, and as far from commutative as can be."""
+    """Combine associatively, but not commutatively."""
     return left + right
 
 
@@ -118,7 +118,7 @@ def test_an_operation_that_raises_on_one_rank_fails_every_rank(nbytes: int) -> N
 def test_an_operand_that_cannot_be_encoded_fails_every_rank(nbytes: int) -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     for culprit in range(size):
-        for place in range(size):  # also the one that stays
+        for place in range(size):  # including the one that stays here
             objs: list[Any] = [bytes(nbytes)] * size
             if rank == culprit:
                 objs[place] = threading.Lock()
@@ -156,13 +156,13 @@ def test_reductions_in_flight_may_be_waited_for_in_any_order() -> None:
     works = [objcomm.reduce_scatter(each, join, async_op=True) for each in operands]
     for shards in operands:
         for shard in shards:
-            shard.clear()  # what was encoded has left
+            shard.clear()  # it is already encoded
     for turn in sorted(range(6), key=lambda turn: (turn * (rank + 1)) % 7):
         assert works[turn].wait() == [(turn, peer, rank) for peer in range(size)]
 
 
 class InterruptsItsCopy:
-    """Raises as Ctrl-C does when it is encoded a second time."""
+    """Raises KeyboardInterrupt when it is encoded a second time."""
 
     def __init__(self) -> None:
         self.times = 0

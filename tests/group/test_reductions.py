@@ -1,4 +1,4 @@
-"""reduce and all_reduce with the user's own operation: order, copies, sizes and failures."""
+"""reduce and all_reduce with a user-defined operation: order, copies, sizes and failures."""
 
 import functools
 import itertools
@@ -15,17 +15,17 @@ from tests.group.helpers import assert_group_works, subgroup
 from tests.ranks import ranks, solo
 from tests.workers import here
 
-# Operands of this size are combined along a tree; of the others, on one rank.
+# Operands of this size are combined along a tree, smaller ones on one rank.
 LARGE = 3_000_000
 
 
 def join(left: Any, right: Any) -> Any:
-    """Associative, and as far from commutative as can be."""
+    """Combine associatively, but not commutatively."""
     return left + right
 
 
 def merge(left: list[Any], right: list[Any]) -> list[Any]:
-    """Mutates its left operand, as a user's ``merge`` often does."""
+    """Mutate the left operand, as a user's ``merge`` often does."""
     left.extend(right)
     return left
 
@@ -122,7 +122,7 @@ def test_sums_of_python_floats_have_the_same_bits_on_every_rank() -> None:
 
 
 class Confusion:
-    """A user's own accumulator."""
+    """A user-defined accumulator."""
 
     def __init__(self, counts: dict[tuple[int, int], int]) -> None:
         self.counts = counts
@@ -227,7 +227,7 @@ def test_an_operation_that_is_neither_known_nor_callable_is_refused() -> None:
 @ranks(1, 2)
 def test_the_refusal_of_an_unknown_operation_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match="addition") as caught:
-        objcomm.all_reduce(1, "addition")  # type: ignore[call-overload]  # that is the question
+        objcomm.all_reduce(1, "addition")  # type: ignore[call-overload]  # wrong on purpose
     for name in ("sum", "prod", "min", "max", "mean", "any", "all"):
         assert name in str(caught.value)
 
