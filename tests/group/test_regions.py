@@ -1,4 +1,4 @@
-"""Regions of the first rank: calls act locally there, for their own ranks, threads and tasks."""
+"""Main-process regions: calls act locally, for the region's own ranks, threads and tasks only."""
 
 import asyncio
 import contextlib
@@ -35,10 +35,8 @@ def in_region(block: contextlib.AbstractContextManager[object]) -> Iterator[None
     ],
 )
 def test_generators_leave_regions_in_any_order_and_context(make: Callable[[], Any]) -> None:
-    """A region that is left for the wrong one would silence barriers for ever."""
-    if (
-        make is not objcomm.fail_together
-    ):  # its end is a call, which may not be made in the other block
+    """Leaving the wrong region would disable barriers forever."""
+    if make is not objcomm.fail_together:  # its exit makes a call, which the other block refuses
         first, second = in_region(make()), in_region(main_process.MainProcessContext())
         next(first)
         next(second)
@@ -117,7 +115,7 @@ def test_a_region_concerns_its_own_ranks_only() -> None:
     half, part = objcomm.split(rank % 2), objcomm.split(f"pair {rank // 2}")
     with main_process.MainProcessContext(group=half):
         assert objcomm.broadcast(rank, group=half) == rank
-        # Of this pair only this rank is in the region: the other one makes the same call.
+        # The region covers only this rank of the pair, so the pair really communicates.
         assert objcomm.all_gather(rank, group=part) == [rank // 2 * 2, rank // 2 * 2 + 1]
         with pytest.raises(UsageError):
             objcomm.all_gather(1)

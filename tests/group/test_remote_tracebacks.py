@@ -1,4 +1,4 @@
-"""What one rank's failure says on the others: the user's line, and nothing twice."""
+"""One rank's failure, as other ranks show it: the user's line, and nothing twice."""
 
 import traceback
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def _in_a_block() -> None:
         objcomm.barrier()
 
 
-# In each the last rank fails, and every rank hears of it.
+# In each, the last rank fails and every rank raises.
 CALLS: dict[str, Callable[[], object]] = {
     "an object that can't be encoded": lambda: objcomm.all_gather(  # the user's own line
         RefusesToPickle(ValueError("no")) if _is_last() else 1
@@ -72,7 +72,7 @@ CALLS: dict[str, Callable[[], object]] = {
 
 
 class _Refuses:
-    """Its operator fails on whichever rank it runs."""
+    """Its operator fails on any rank."""
 
     def combine(self, _: object) -> Any:
         raise LookupError("no such shard")
@@ -93,7 +93,7 @@ def test_the_users_line_stands_in_every_failure_and_no_frame_of_objcomm(name: st
     is_own = name == "a message that is refused" and here().rank == 1
     assert isinstance(error, objcomm.WireError if is_own else CollectiveError)
     for failure in error.failures.values() if isinstance(error, CollectiveError) else ():
-        # A file's path may have lost its beginning, if another rank has told it.
+        # A path that comes from another rank may lack its beginning.
         assert f'{Path(__file__).name}", line ' in failure.traceback.partition("\n")[0]
         assert _OF_OBJCOMM not in failure.traceback
         if "Traceback (most" in failure.traceback:
@@ -130,7 +130,7 @@ def test_the_rank_that_failed_shows_its_traceback_once() -> None:
     shown = "".join(traceback.format_exception(error))
     assert shown.count("in _read\n") == 1
     assert shown.count("Traceback of rank 1") == (here().rank != 1)
-    assert "in _read" in error.failures[1].traceback  # it is there to be asked for
+    assert "in _read" in error.failures[1].traceback  # still available on request
     assert_group_works()
 
 

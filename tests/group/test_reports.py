@@ -1,4 +1,4 @@
-"""Waits that get long are logged while they last, with what they wait for."""
+"""Long waits are logged while they last, with what they wait for."""
 
 import re
 import threading
@@ -29,7 +29,7 @@ def test_the_lowest_rank_that_waits_says_for_whom_and_the_call_completes() -> No
         r"rank 1 is in no call, now at .*helpers\.py:\d+ in hear( \(seen there for [\d.]+ s\))?; "
         rf"its last was barrier 'before' \(call \d+\) at .*{HERE}:\d+, "
     )
-    objcomm.barrier("before")  # which is reported, too, if it takes so long
+    objcomm.barrier("before")  # also reported if it takes that long
     with logged() as texts, objcomm.configure(report_after=0.3), patiently():
         if here().rank == 0:
             told_when(is_waiting, "rank 0 waits")
@@ -40,9 +40,9 @@ def test_the_lowest_rank_that_waits_says_for_whom_and_the_call_completes() -> No
     if here().rank == 0:
         seconds = [float(found[1]) for text in texts if (found := re.match(own + other, text))]
         assert len(seconds) == len(texts)
-        # After twice the time each, and not four times a second; the text rounds.
+        # Each after twice the time of the last, not four times a second; the text rounds.
         assert all(each > 0.3 * 2**turn - 0.06 for turn, each in enumerate(seconds))
-    else:  # rank 0 says it for all
+    else:  # rank 0 reports for all
         assert texts == []
     assert_group_works()
 
@@ -111,7 +111,7 @@ def test_a_store_that_does_not_answer_delays_no_report() -> None:
 
 @ranks(2)
 def test_a_first_call_soon_says_whom_it_waits_for_and_in_which_operation() -> None:
-    objcomm.barrier()  # who has used objcomm answers
+    objcomm.barrier()  # only ranks that have used objcomm answer
     group = dist.new_group([0, 1])
     if here().rank == 0:
         with mock.patch.object(mesh, "_REPORT_SECONDS", 0.1), logged() as texts, patiently():

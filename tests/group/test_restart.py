@@ -1,4 +1,4 @@
-"""Process groups that are made again, and processes that are forked: nothing stale is seen."""
+"""Recreated process groups and forked processes: nothing stale is used."""
 
 import gc
 import os
@@ -23,7 +23,7 @@ from tests.workers import here, join
 
 
 def forget_torchs_own_keys(topic: str, store: dist.Store) -> None:
-    """Leave only objcomm's keys of an earlier group: torch's own would mislead Gloo, not us."""
+    """Keep only objcomm's keys of an earlier group: torch's own keys would mislead Gloo."""
     tell_all(f"{topic} is over", "")
     for key in keys_in(store):
         if here().rank == 0 and "objcomm" not in key:
@@ -38,7 +38,7 @@ def test_a_process_group_made_again_under_its_name_starts_clean(*, same_store: b
     for turn in range(4):
         name = "rendezvous" if same_store else f"rendezvous {turn}"
         join(place, name)
-        # Another number of calls in each turn: a sequence number of the old group would show.
+        # The number of calls differs in each turn, so an old sequence number would show.
         for _ in range(turn):
             objcomm.barrier()
         assert objcomm.all_gather((turn, place.rank)) == [(turn, 0), (turn, 1)]
@@ -65,7 +65,7 @@ def test_the_last_figures_outlive_the_group() -> None:
             assert set(world) == {"gather"}
             assert objcomm.stats() == world
             with pytest.raises(UsageError, match="says that there are other ranks"):
-                objcomm.barrier()  # it counts nowhere
+                objcomm.barrier()  # not counted anywhere
     assert objcomm.stats(pair) == of_pair != {}
     outsiders: list[Any] = ["pair", dist.GroupMember.NON_GROUP_MEMBER]
     for group in outsiders:
@@ -73,7 +73,7 @@ def test_the_last_figures_outlive_the_group() -> None:
             objcomm.stats(group)
     objcomm.reset_stats(pair)
     assert (objcomm.stats(), objcomm.stats(pair)) == (world, {})
-    # A call without a world begins anew, and so does the next world.
+    # A call without a world starts new statistics, and so does the next world.
     objcomm.barrier()
     assert set(objcomm.stats()) == {"barrier"}
     join(place, "another")
@@ -119,7 +119,7 @@ def test_a_subgroup_made_again_under_its_name_starts_clean() -> None:
         dist.destroy_process_group(group)
         del group
         forget_torchs_own_keys(f"turn {turn}", here().store("rendezvous"))
-    assert len(names) in {1, 4}  # torch 2.15 gives no name twice
+    assert len(names) in {1, 4}  # torch 2.15 does not reuse names
 
 
 @ranks(2, disposable=True)
@@ -128,7 +128,7 @@ def test_a_forked_child_is_refused_its_parents_sockets() -> None:
     child = os.fork()
     if child == 0:
         told = outcome_of(lambda: objcomm.all_gather("from the child", timeout=3))
-        # What a logging filter in a worker process asks for never raises.
+        # What a logging filter in a worker process needs never raises.
         asked = (objcomm.rank(), objcomm.world_size(), objcomm.is_main(), objcomm.is_initialized())
         os._exit(0 if told == "UsageError" and len(asked) == 4 else 1)
     _, status = os.waitpid(child, 0)
@@ -157,7 +157,7 @@ def test_a_child_that_is_forked_before_the_first_call_is_no_rank_either() -> Non
 
 @ranks(2, disposable=True)
 def test_a_child_that_is_forked_beside_a_threads_first_message_is_refused_its_own() -> None:
-    """Whatever that thread holds just then, nobody gives back in the child."""
+    """No thread of the child releases the locks that the parent's thread held at the fork."""
     is_inside, may_go_on = threading.Event(), threading.Event()
 
     def slow_elsewhere(rank: int, size: int) -> Mailbox:
@@ -185,7 +185,7 @@ def test_a_child_that_is_forked_beside_a_threads_first_message_is_refused_its_ow
 
 @ranks(2, disposable=True)
 def test_a_child_that_is_forked_beside_a_groups_first_call_can_read_its_figures() -> None:
-    """Recorders are found by every call, so nobody may hold what finds them."""
+    """Every call looks up its recorder, without a lock that a fork could leave locked."""
     is_inside, may_go_on = threading.Event(), threading.Event()
     assert_group_works()
     group = dist.new_group([0, 1])

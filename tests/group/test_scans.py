@@ -1,4 +1,4 @@
-"""scan and exscan: order, copies, sizes, means of prefixes, and failures."""
+"""scan and exscan: order, copies, sizes, prefix means and failures."""
 
 import collections
 import functools
@@ -16,23 +16,23 @@ from tests.group.helpers import assert_group_works, subgroup
 from tests.ranks import ranks, solo
 from tests.workers import here
 
-# Operands of this size are combined by all ranks; of the others, on one rank.
+# Operands of this size are combined by all ranks, smaller ones on one rank.
 LARGE = 3_000_000
 
 
 def join(left: Any, right: Any) -> Any:
-    """Associative, and as far from commutative as can be."""
+    """Combine associatively, but not commutatively."""
     return left + right
 
 
 def merge(left: list[Any], right: list[Any]) -> list[Any]:
-    """Mutates its left operand, as a user's ``merge`` often does."""
+    """Mutate the left operand, as a user's ``merge`` often does."""
     left.extend(right)
     return left
 
 
 def check(mine: Any, op: Any, want: list[Any], **options: Any) -> None:
-    """Hold both scans of ``mine`` against all inclusive results, in rank order."""
+    """Compare both scans of ``mine`` with ``want``, the inclusive results in rank order."""
     rank = objcomm.rank(options.get("group"))
     assert objcomm.scan(mine, op, **options) == want[rank]
     assert objcomm.exscan(mine, op, **options) == ([None, *want])[rank]
@@ -108,7 +108,7 @@ def test_an_operation_in_place_on_tensors_changes_nobodys_input(numel: int) -> N
 
 @ranks(3, 4)
 def test_a_combination_that_grows_beyond_a_message_may_be_changed_in_place() -> None:
-    # The operands are small, so one rank combines; what it has sent it must not change any more.
+    # The operands are small, so one rank combines them; it must not change what it has sent.
     def accumulate(left: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
         if "total" not in left:
             left["total"] = torch.full((100_000,), left["value"])
@@ -185,7 +185,7 @@ def test_an_operation_that_raises_for_one_operand_fails_every_rank(name: str) ->
 
 def check_that_an_operand_fails_every_rank(name: str, nbytes: int) -> None:
     size = objcomm.world_size()
-    # Between these two the operands meet in every order of combinations.
+    # The last operand to be combined: it ends one of the two in any order of combinations.
     culprit = size - 2 if name == "exscan" else size - 1
 
     def refuse(left: bytes, right: bytes) -> bytes:
@@ -297,7 +297,7 @@ def test_scans_in_flight_may_be_waited_for_in_any_order(length: int) -> None:
         scan: Any = objcomm.exscan if turn % 2 else objcomm.scan
         works.append(scan(operand, merge, async_op=True))
         if rank:
-            operand.clear()  # what was encoded has left
+            operand.clear()  # it is already encoded
     for turn in sorted(range(6), key=lambda turn: (turn * (rank + 1)) % 7):
         count = rank + 1 - turn % 2
         want = [10 * turn + i for i in range(count) for _ in range(length)]

@@ -1,4 +1,4 @@
-"""What a rank lets in, on ranks: for one call, in a scope, with a key."""
+"""What a rank accepts: for one call, in a scope, and with a key."""
 
 import dataclasses
 import os
@@ -33,7 +33,7 @@ from tests.workers import here
 
 KEY = "correct horse battery staple"
 
-#: Who decodes what the others sent, if every rank is given the same options.
+#: Whether this rank decodes other ranks' objects if every rank has the same options.
 DECODES: dict[str, Callable[[], bool]] = {
     "broadcast": lambda: objcomm.rank() != 0,
     "scatter": lambda: objcomm.rank() != 0,
@@ -51,7 +51,7 @@ class Order:
 
 
 class Touches:
-    """Unpickling it makes a file."""
+    """Unpickling it creates a file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -145,7 +145,7 @@ def test_a_large_message_of_a_refused_codec_is_refused_unread() -> None:
 def test_every_operation_works_with_a_key() -> None:
     size = objcomm.world_size()
     for turn, (name, operation) in enumerate(OPERATIONS.items()):
-        # Of a few bytes in some worlds, and of many pieces in the others.
+        # A few bytes in some worlds, many pieces in the others.
         nbytes = 10 if (turn + size) % 2 else 3_000_000
         value: Any = 0.5 if "scalar" in name else bytes(nbytes)
         with case(name, nbytes), objcomm.configure(key=KEY):
@@ -173,7 +173,7 @@ def test_one_rank_with_another_key_is_found_out() -> None:
             with case(key), objcomm.configure(key=key if last else KEY):
                 outcome = outcome_of(
                     lambda: objcomm.all_gather(here().rank, group=group)
-                )  # at once
+                )  # immediately
             told = tell_all(f"with {key}", outcome)
             assert "returned" not in told
             assert "AuthenticationError" in told
@@ -181,7 +181,7 @@ def test_one_rank_with_another_key_is_found_out() -> None:
 
 @ranks(2, disposable=True)
 def test_a_recording_of_an_earlier_run_is_refused() -> None:
-    """Rank 0 has no key, but a recording of a run with it, and the store."""
+    """Rank 0 does not have the key, but a recording of a run with it, and the store."""
     heads: list[bytearray] = []
     sign = admission.Gate.head_of
 
@@ -208,11 +208,11 @@ def test_a_recording_of_an_earlier_run_is_refused() -> None:
 
     with subgroup(0, 1) as group:
         assert run(group, KEY, head_of=recorded) == "returned"
-    signer_for.cache_clear()  # the processes of another run remember no message
+    signer_for.cache_clear()  # the processes of another run have seen no message
     with subgroup(0, 1) as group:
         if here().rank == 0:
             another = "a key of the attacker's own"
-            with mock.patch.object(connect, "Words", words_with_key):  # else it is not let in
+            with mock.patch.object(connect, "Words", words_with_key):  # or it is not let in
                 outcome = run(group, another, head_of=replayed, header_in=believed)
         else:
             outcome = run(group, KEY, head_of=sign)
@@ -220,7 +220,7 @@ def test_a_recording_of_an_earlier_run_is_refused() -> None:
 
 
 def words_with_key(session: str, _: object) -> doors.Words:
-    """Those of a rank that has the key, whatever it was configured with."""
+    """Return the words of a rank that has the key, whatever this rank's configuration."""
     return doors.Words(session, secret_of(KEY))
 
 
@@ -228,7 +228,7 @@ def words_with_key(session: str, _: object) -> doors.Words:
 @pytest.mark.parametrize("transport", ["streams", "gloo"])
 @ranks(3)
 def test_ranks_of_different_keys_are_not_connected(transport: Any, other: str | None) -> None:
-    """One that reaches the store can meet the others in a rank's place, and gets no further."""
+    """A process that reaches the store can meet the others in a rank's place, but no more."""
     with (
         subgroup(0, 1, 2) as group,
         objcomm.configure(transport=transport),
@@ -241,7 +241,7 @@ def test_ranks_of_different_keys_are_not_connected(transport: Any, other: str | 
     assert_group_works()
 
 
-#: What one rank answers, and a call that makes something definite of it.
+#: A call that expects a specific answer, and the wrong answer that one rank gives.
 ANSWERED: dict[str, tuple[Callable[[Any], object], Any]] = {
     "a list for averages": (
         lambda group: objcomm.metrics.average_metrics({"a": 1.0}, group=group),
@@ -286,7 +286,7 @@ def test_an_answer_of_another_kind_is_an_error_that_names_its_rank(kind: str, sr
                 told = f"{type(error).__name__} {error}"
         others = tell_all(kind, told)[1 - src]
     if src == 1 and "seed" in kind:
-        return  # nothing that it tells is looked at
+        return  # rank 1's answer is not used
     assert "DecodeError" in others
     assert f"cannot decode what rank {src} gave to " in others
     assert "it is not " in others
@@ -334,7 +334,7 @@ def test_a_message_of_another_version_names_the_ranks_of_both(name: str) -> None
 
     if name == "all_gather" or here().rank != 1:
         with mock.patch.object(header, "VERSION", version + (here().rank == 2)):
-            # Who only sends may be some messages ahead.
+            # A rank that only sends may be some messages ahead.
             error = error_in(ObjcommError, lambda: [call() for _ in range(AHEAD_MAX + 2)])
         text = f"rank 2 sent rank 0 .* version {version}, got .* version {version + 1}"
         assert re.search(text, str(error))
@@ -342,7 +342,7 @@ def test_a_message_of_another_version_names_the_ranks_of_both(name: str) -> None
     assert_group_works()
 
 
-#: How rank 2 is given a reason to refuse what rank 0 sends.
+#: Configurations that make one rank refuse what another sends.
 REFUSALS: dict[str, dict[str, Any]] = {
     "another key": {"key": "battery staple correct horse"},
     "another codec": {"accept": {"msgpack"}},
@@ -359,7 +359,7 @@ def _all_gather(nbytes: int, root: int) -> None:
     objcomm.all_gather(bytes(nbytes if here().rank == root else 1))
 
 
-#: What moves much from one rank to all others.
+#: Operations that move much data from one rank to all others.
 FROM_ONE: dict[str, Callable[[int, int], Any]] = {
     "broadcast": lambda nbytes, root: objcomm.broadcast(bytes(nbytes), src=root),
     "scatter": _scatter,
@@ -373,7 +373,7 @@ FROM_ONE: dict[str, Callable[[int, int], Any]] = {
     ("name", "nbytes"),
     [
         (name, nbytes)
-        for name in FROM_ONE  # a smaller one comes whole in a broadcast
+        for name in FROM_ONE  # a broadcast sends smaller ones whole
         for nbytes in (2_000_000 if name == "broadcast" else 40_000, 4_000_000)
     ],
     ids=str,
@@ -381,13 +381,13 @@ FROM_ONE: dict[str, Callable[[int, int], Any]] = {
 def test_what_one_rank_refuses_of_much_data_fails_on_every_rank(
     name: str, why: str, nbytes: int
 ) -> None:
-    """None has returned from it, so the ranks are at the same call afterwards."""
+    """No rank returns from the call, so all ranks are in step afterwards."""
     objcomm.barrier()
     for root, refusing in ((0, 2), (0, objcomm.world_size() - 1), (1, 0)):
         chosen = REFUSALS[why] if here().rank == refusing else {}
         with objcomm.configure(**{"key": KEY} | chosen), case(root, refusing):
             error = error_in(ObjcommError, partial(FROM_ONE[name], nbytes, root))
-        # With another key the hub may be the one that refuses: what this rank has signed.
+        # With another key, the hub may refuse what this rank has signed.
         if here().rank == refusing and (why, name) != ("another key", "all_gather"):
             assert not isinstance(error, objcomm.CollectiveError)
         assert_group_works()
@@ -407,7 +407,7 @@ def test_what_one_rank_refuses_of_much_data_fails_on_every_rank(
 def test_what_one_rank_refuses_of_a_whole_message_fails_there_alone(
     name: str, nbytes: int, why: str
 ) -> None:
-    """Nobody waits for the rest of it, and the ranks are at the same call afterwards, too."""
+    """No rank waits for the rest of it, so all ranks are in step afterwards too."""
     refuses = here().rank == 2
     with objcomm.configure(**(REFUSALS[why] if refuses else {})):
         if refuses:

@@ -1,4 +1,4 @@
-"""Groups on several hosts, of which each joins its own ranks: here one machine plays them all."""
+"""Groups on several hosts, each of which connects its own ranks; one machine simulates them."""
 
 import gc
 import os
@@ -27,7 +27,7 @@ _TCP, _GLOO, _BOTH = "TCP", "Gloo", "Unix sockets and TCP"
 
 @contextmanager
 def on_hosts(*hosts: int) -> Iterator[None]:
-    """Every rank must enter: what connects inside does so as if each were on its host."""
+    """Connect inside this block as if each rank were on its host; every rank must enter."""
     with mock.patch.object(rendezvous, "machine", return_value=f"host{hosts[here().rank]}"):
         yield
 
@@ -83,26 +83,26 @@ def test_no_rank_has_what_one_of_any_host_refuses(refusing: int) -> None:
 
 @ranks(4, disposable=True)
 def test_each_host_holds_one_copy() -> None:
-    """Of what comes to it from another one; and none once nobody has it."""
+    """Of what another host sends, and none once no rank refers to it."""
     sent = torch.arange(8 << 20)
     with on_hosts(0, 1, 1, 1):
-        objcomm.broadcast(at_root(torch.arange(1 << 20))).sum()  # what a first call needs besides
+        objcomm.broadcast(at_root(torch.arange(1 << 20))).sum()  # what a first call also allocates
         got, copies = sent, list[float]()
-        for _ in range(3):  # what a process needs besides, once, is not in all of them
-            got = sent  # nobody has what the last round brought
+        for _ in range(3):  # one-time allocations are not in all of them
+            got = sent  # no rank refers to the last result
             objcomm.barrier()
             before = pss_nbytes()
             got = objcomm.broadcast(at_root(sent))
             assert int(got.sum()) == int(sent.sum())
             if here().rank == 2:
-                got[0] = -1  # nobody else sees that
-            objcomm.barrier()  # what only some have read is counted as theirs
+                got[0] = -1  # no other rank sees that
+            objcomm.barrier()  # pages that only some have read count as theirs
             gained = objcomm.all_gather(pss_nbytes() - before)
             copies.append(sum(gained[1:]) / sent.nbytes)
             assert int(got[0]) == (-1 if here().rank == 2 else 0)
             if copies[-1] < 1.3:
                 break
-        assert min(copies) < 1.3, copies  # three, if each rank had its own
+        assert min(copies) < 1.3, copies  # 3 if each rank had its own
         del got
         gc.collect()
         objcomm.barrier()
@@ -111,7 +111,7 @@ def test_each_host_holds_one_copy() -> None:
 
 @ranks(3, disposable=True)
 def test_a_signals_handler_may_call_what_waits_for_another_host() -> None:
-    """It runs on the thread that moves the link."""
+    """The handler runs on the thread that drives the link."""
     large = bytes(3 << 20)
 
     def meet() -> None:
@@ -130,7 +130,7 @@ def test_a_signals_handler_may_call_what_waits_for_another_host() -> None:
         else:
             if here().rank == 1:
                 hear("rank 0 is about to wait")
-                time.sleep(0.3)  # sooner the signal strikes before the wait, which is no trouble
+                time.sleep(0.3)  # a signal before the wait does no harm
                 os.kill(pids[0], signal.SIGUSR1)
             meet()
             assert objcomm.broadcast("last", src=1) == "last"
@@ -138,7 +138,7 @@ def test_a_signals_handler_may_call_what_waits_for_another_host() -> None:
 
 @contextmanager
 def handled(number: int, handle: Callable[[], None]) -> Iterator[None]:
-    """A block in which a signal calls this, on the main thread."""
+    """Handle a signal on the main thread inside this block."""
     before = signal.signal(number, lambda *_: handle())
     try:
         yield

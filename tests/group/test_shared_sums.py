@@ -1,4 +1,4 @@
-"""Large tensors that ranks of one host combine in memory that all of them read."""
+"""Large tensors that one host's ranks combine in shared memory."""
 
 import gc
 import os
@@ -26,7 +26,7 @@ DTYPES = [torch.float32, torch.float16, torch.int8, torch.bool, torch.complex64,
 
 
 def tree(owner: int) -> dict[str, Any]:
-    """Leaves of many dtypes and sizes, one of which not every rank has."""
+    """Return leaves of many dtypes and sizes, and a strided one."""
     generator = torch.Generator().manual_seed(owner)
     leaves: dict[str, Any] = {
         f"{dtype} {numel}": torch.randint(0, 2, (numel,), generator=generator).to(dtype)
@@ -37,7 +37,7 @@ def tree(owner: int) -> dict[str, Any]:
 
 
 def sent(obj: Any, op: Any, **options: Any) -> Any:
-    """The same without such memory."""
+    """Reduce without shared memory."""
     with mock.patch.object(Exchange, "workspace", return_value=None):
         return objcomm.reduce(obj, op, **options)
 
@@ -55,7 +55,7 @@ def test_results_are_those_of_what_is_sent_to_the_bit(op: Any) -> None:
     assert used.call_count == 2
     if here().rank == 1:
         assert_same(got, want)
-    assert_same(mine, tree(here().rank))  # nobody has changed it
+    assert_same(mine, tree(here().rank))  # unchanged
     assert (
         len(
             set(
@@ -87,7 +87,7 @@ def test_gradients_are_averaged_in_place() -> None:
 @pytest.mark.parametrize("src", [0, 1])
 @ranks(2, 3)
 def test_a_model_is_copied_from_one_rank_to_all_others(src: int) -> None:
-    """In pieces of other lengths than its tensors, the last of which is short."""
+    """The pieces do not end where its tensors end, and the last piece is short."""
 
     def model(owner: int) -> ParameterList:
         numels = [1, 700_001, 3, 2_000_000, 130_000, 1_234_567]
@@ -113,7 +113,7 @@ def test_a_rank_without_such_memory_makes_all_send() -> None:
 
 
 def mappings() -> set[str]:
-    """Which parts of this process's memory are of such files, by address and file."""
+    """Return this process's mappings of shared memory, by address and file."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8")
     return {line for line in maps.splitlines() if "memfd:objcomm" in line}
 

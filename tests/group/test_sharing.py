@@ -1,4 +1,4 @@
-"""Large members of objects, which ranks of one host hand to each other instead of copying them."""
+"""Large members of objects, which one host's ranks share instead of copying."""
 
 import gc
 import os
@@ -47,22 +47,22 @@ def test_what_a_receiver_writes_nobody_else_sees() -> None:
     want = torch.full((500_000,), 7) if here().rank == 1 else torch.arange(500_000)
     assert torch.equal(mine, want)
     if here().rank == 0:
-        mine.fill_(8)  # its own, which it had before
+        mine.fill_(8)  # the tensor that it sent
     objcomm.barrier()
     assert here().rank == 0 or torch.equal(mine, want)
 
 
 @ranks(3, disposable=True)
 def test_a_host_holds_one_copy() -> None:
-    """Of what every rank reads; and none once nobody has it."""
+    """Of what every rank reads, and none once no rank refers to it."""
     sent = torch.arange(8 * MIB)
-    objcomm.broadcast(at_root(torch.arange(MIB))).sum()  # what a first call needs besides
+    objcomm.broadcast(at_root(torch.arange(MIB))).sum()  # what a first call also allocates
     before = pss_nbytes()
     got: Any = objcomm.broadcast(at_root(sent))
     assert int(got.sum()) == int(sent.sum())
-    objcomm.barrier()  # what only some have read is counted as theirs
+    objcomm.barrier()  # pages that only some have read count as theirs
     gained = sum(objcomm.all_gather(pss_nbytes() - before))
-    assert gained < 1.3 * sent.nbytes  # in copies: 2
+    assert gained < 1.3 * sent.nbytes  # 2 if the receivers had copies
     objcomm.barrier()
     del got
     gc.collect()
@@ -73,7 +73,7 @@ def test_a_host_holds_one_copy() -> None:
 @pytest.mark.parametrize("name", CALLS)
 @ranks(3)
 def test_a_system_without_such_files_copies(name: str) -> None:
-    """It may refuse them, as a sandbox does, or have no memory for one; on some ranks only."""
+    """It may refuse them, as a sandbox does, or have no memory for them, on some ranks only."""
     refusing = patch.object(os, "memfd_create", side_effect=OSError("refused"))
     if here().rank != 1:
         refusing.start()
@@ -95,7 +95,7 @@ def test_a_process_with_no_room_for_mappings_copies() -> None:
 
 @ranks(3, disposable=True)
 def test_memory_that_is_too_short_is_refused_by_all() -> None:
-    """As of a sender with a defect: who maps too much would be killed by its first look."""
+    """From a defective sender: a rank that maps too much would be killed when it reads."""
 
     def short(flats: list[torch.Tensor]) -> Share:
         return Share.of([flats[0][:5000]])
@@ -127,7 +127,7 @@ def test_no_rank_has_what_another_one_refuses() -> None:
 @pytest.mark.parametrize("name", ["broadcast", "scatter"])
 @ranks(3, disposable=True)
 def test_no_rank_has_what_another_one_has_no_memory_for(name: str) -> None:
-    """It says so before the others get theirs."""
+    """It reports this before the other ranks get their objects."""
     no_memory = patch.object(message, "allocate", side_effect=WireError("no memory, by design"))
     if here().rank == 1:
         no_memory.start()
@@ -138,7 +138,7 @@ def test_no_rank_has_what_another_one_has_no_memory_for(name: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 @ranks(2)
 def test_a_python_without_such_files_copies(name: str) -> None:
-    """One that was built on an old system."""
+    """For example, one that was built on an old system."""
     with patch.object(os, "memfd_create"):
         del os.memfd_create
         got, want = CALLS[name](here().rank, here().world_size)
@@ -148,7 +148,7 @@ def test_a_python_without_such_files_copies(name: str) -> None:
 
 @ranks(2)
 def test_threads_hand_over_side_by_side() -> None:
-    """Each on its lane, in both directions at once."""
+    """Each thread uses its own lane, in both directions at the same time."""
 
     def swap(name: str) -> None:
         with objcomm.lane(name):
@@ -171,5 +171,5 @@ def test_nothing_stays_open() -> None:
     for _ in range(20):
         objcomm.all_gather(table(here().rank))
     gc.collect()
-    # The threads that look after the ranks have a file open now and then.
+    # The watchdog's threads have a file open now and then.
     wait_until(lambda: open_files() <= before, "as few open files as before")

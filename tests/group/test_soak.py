@@ -1,4 +1,4 @@
-"""Short forms of the soak: some thousand random operations, and as many broadcasts."""
+"""Short versions of the soak: thousands of random operations, and thousands of broadcasts."""
 
 import pytest
 
@@ -7,14 +7,14 @@ from tests.soak import launch
 
 pytestmark = pytest.mark.long
 
-# Of a hang: the operations take a minute and a half of a quiet machine. Beside a dozen busy
-# processes 300 s were too few, and no wait among them had lasted a minute.
+# Only a hang should reach it: the operations take 90 s on a quiet machine. Beside a dozen busy
+# processes 300 s were too few, although no single wait lasted a minute.
 _LIMIT_SECONDS = 1200.0
 
-# The allocator, Gloo's pools and each operation with each kind of payload settle within so many
-# turns: Python's blocks of four ranks grew by 340 to 910 between turns 2,200 and 4,000, by 220 to
-# 230 between 3,200 and 5,000, by 70 to 470 between 4,000 and 5,600. One that is left in every
-# second turn shows within the rest.
+# The allocator, Gloo's pools and each operation with each kind of payload settle within this many
+# turns: four ranks' Python blocks grew by 340 to 910 between turns 2,200 and 4,000, by 220 to 230
+# between 3,200 and 5,000, and by 70 to 470 between 4,000 and 5,600. A leak of one block in every
+# second turn shows in the remaining turns.
 _WARM_UP_TURNS = 3200
 _TURNS = 5000
 _TURNS_BETWEEN = 200
@@ -66,7 +66,7 @@ def _texts(outcome: launch.Outcome) -> str:
 
 
 def _grown(outcome: launch.Outcome, warm_up: int) -> list[str]:
-    """What each figure that is judged has to complain of."""
+    """List the complaints about the figures that are judged."""
     return [
         complaint
         for figure in launch.JUDGED

@@ -1,4 +1,4 @@
-"""split, dup, node_group and leaders: who is in which group, and what ranks agree on."""
+"""split, dup, node_group and leaders: the members of each group, and what ranks agree on."""
 
 from collections.abc import Callable
 from typing import Any
@@ -83,7 +83,7 @@ def test_no_rank_has_a_colour() -> None:
 @ranks(4)
 def test_disjoint_groups_divide_at_the_same_time_with_different_pasts() -> None:
     rank = here().rank
-    # torch names groups by how many a process has: these ranks have different numbers of them.
+    # torch names groups by a process's number of groups, which differs between these ranks.
     alone = objcomm.split(rank)
     spare = [objcomm.dup(group=alone) for _ in range(rank)]
     pair = objcomm.split(rank // 2)
@@ -127,7 +127,7 @@ def test_the_same_division_gives_the_same_group_again() -> None:
     rank = here().rank
     first = objcomm.split(rank % 2)
     assert objcomm.split(rank % 2) is objcomm.split(rank % 2) is first
-    assert objcomm.split(str(rank % 2)) is first  # what counts is who is in it
+    assert objcomm.split(str(rank % 2)) is first  # only its members count
     assert objcomm.split(rank % 2, group=objcomm.split("all")) is not first
     for call in (objcomm.node_group, objcomm.leaders):
         found = call()
@@ -180,7 +180,7 @@ def test_a_copy_is_new_each_time_and_has_its_own_connections() -> None:
     assert objcomm.split(0) not in {first, second}
     if here().rank == 0:
         got = [objcomm.broadcast("", src=1, group=group) for group in (first, second)]
-    else:  # in the other order: what is sent in one does not meet the other
+    else:  # in the other order: messages of one group do not reach the other
         sent = dist.isend(torch.tensor([1]), dst=0, group=second)
         got = [objcomm.broadcast("first", src=1, group=first)]
         got += [objcomm.broadcast("second", src=1, group=second)]
@@ -248,7 +248,7 @@ def test_a_world_that_is_bound_to_a_device_stays_so() -> None:
     world.bound_device_id = device = torch.device("cuda", 0)
     group = objcomm.dup()
     assert group.bound_device_id == world.bound_device_id == device
-    # Gloo, which stands in for NCCL here, would be asked for a device that there is not.
+    # Gloo, used here in place of NCCL, would be asked for a device that does not exist.
     assert_group_works(group)
     dist.destroy_process_group()
 
@@ -310,7 +310,7 @@ def test_without_torch_distributed_there_is_a_world_of_one() -> None:
     with pytest.raises(NotInGroupError):
         objcomm.all_gather(1, group=outside)
     with pytest.raises(UsageError):
-        objcomm.split(1.5)  # type: ignore[arg-type]  # that is the point
+        objcomm.split(1.5)  # type: ignore[arg-type]  # wrong on purpose
 
 
 @ranks(3)

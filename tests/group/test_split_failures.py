@@ -1,4 +1,4 @@
-"""split, dup, node_group and leaders when something is wrong: wrong arguments, limits, deaths."""
+"""Failures of split, dup, node_group and leaders: wrong arguments, timeouts and deaths."""
 
 import contextlib
 import datetime
@@ -61,7 +61,7 @@ def test_connecting_ends_before_the_limit_does() -> None:
 
 @ranks(3, expect_dead=[1])
 def test_a_rank_that_dies_while_the_others_connect_is_not_waited_for_longer() -> None:
-    objcomm.barrier()  # or the world's first use were part of that limit
+    objcomm.barrier()  # or the timeout would include the world's first use
     with pytest.MonkeyPatch.context() as patch:
         if here().rank == 1:
             patch.setattr("objcomm._collectives.split.create", lambda *_, **__: exit_at_once())
@@ -172,7 +172,7 @@ def test_a_rank_in_another_call_is_told_so() -> None:
 def test_a_rank_that_does_not_come_is_named_in_time() -> None:
     group = objcomm.dup()
     objcomm.barrier(group=group)
-    mesh = resolve(group)._whole.mesh  # noqa: SLF001  # nothing public has its name
+    mesh = resolve(group)._whole.mesh  # noqa: SLF001  # nothing public names it
     assert mesh is not None
     if here().rank == 0:
         with pytest.raises(objcomm.TransportTimeout) as caught:
@@ -180,7 +180,7 @@ def test_a_rank_that_does_not_come_is_named_in_time() -> None:
         assert caught.value.missing == (1,)
         assert caught.value.operation == "split"
     tell_all("given up", "")
-    # A send in the moment in which its connection ends is not woken: see failures.md.
+    # A send is not woken if its connection ends at that moment: see failures.md.
     wait_until(lambda: mesh.link and mesh.link.closed(), "the end of the connection")
     with pytest.raises(objcomm.TransportError):
         objcomm.split(0, group=group)

@@ -109,27 +109,27 @@ def test_ranks_join_by_a_launchers_variables(
 @ranks(2, joined=False)
 def test_ranks_of_torchruns_store_may_join_again_and_again() -> None:
     rank = here().rank
-    agent = loopback_store() if rank == 0 else None  # torchrun's is in a process of its own
+    agent = loopback_store() if rank == 0 else None  # torchrun's store has its own process
     port = tell_all("port", str(agent.port) if agent else "")[0]
     os.environ.update(torchrun(rank, 2), MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")
     for turn in range(3):
-        time.sleep(0.2 * rank)  # who comes first finds what is left of last time
+        time.sleep(0.2 * rank)  # the first rank finds what the last turn left
         objcomm.init("gloo")
         assert objcomm.all_gather((turn, rank)) == [(turn, 0), (turn, 1)]
         objcomm.shutdown()
-    tell_all("done", "")  # the store lives as long as rank 0
+    tell_all("done", "")  # the store ends with rank 0
 
 
 @ranks(3, joined=False)
 def test_nobody_leaves_before_all_have_joined() -> None:
-    """Gloo on one rank connects to all others, and fails if one of them has left meanwhile."""
+    """Gloo connects each rank to all others, and fails if one of them has already left."""
     rank, join = here().rank, dist.init_process_group
     marks = here().store("marks")
 
     def slowly(*args: Any, **options: Any) -> None:
         join(*args, **options)
         if rank == 1:
-            time.sleep(0.5)  # so that the others would have left long ago
+            time.sleep(0.5)  # long enough for the others to leave if they did not wait
             marks.set("late", "")
 
     os.environ.update(torchrun(rank, 3), MASTER_PORT=str(shared_port()))
@@ -165,10 +165,10 @@ def test_a_rank_that_lost_its_connections_may_still_come() -> None:
     objcomm.barrier()
     group = dist.new_group()
     if rank == 1:
-        mesh = resolve(None)._whole.mesh  # noqa: SLF001  # nothing public loses a connection
+        mesh = resolve(None)._whole.mesh  # noqa: SLF001  # nothing public drops a connection
         assert mesh is not None
         mesh.connections_for("barrier").abort()
-        time.sleep(2.5)  # longer than it takes to believe that it is dead, and no longer
+        time.sleep(2.5)  # a little longer than it takes to presume it dead
     assert objcomm.all_gather(rank, group=group) == [0, 1]
 
 
@@ -195,7 +195,7 @@ def test_any_thread_may_make_the_first_call_after_init() -> None:
 
 @ranks(2)
 def test_ranks_wait_for_each_other_each_time() -> None:
-    """Also in a store that has seen them before, such as torchrun's."""
+    """Even in a store that they have used before, such as torchrun's."""
     rank, store = here().rank, here().store("waits")
     for turn in range(3):
         if rank == turn % 2:
@@ -232,7 +232,7 @@ def test_a_script_alone_at_a_terminal_is_told_how_to_start_several_ranks(
     program = subprocess.Popen([sys.executable, script], stderr=its, cwd=_ROOT)
     os.close(its)
     said = b""
-    with contextlib.suppress(OSError):  # so a terminal ends
+    with contextlib.suppress(OSError):  # how reading from a terminal ends
         while piece := os.read(ours, 4096):
             said += piece
     os.close(ours)
@@ -346,8 +346,8 @@ def test_a_program_in_the_stores_place_that_says_nothing_is_an_error_too(
 
 @contextlib.contextmanager
 def coming_together(those: set[int]) -> Iterator[None]:
-    """No limit of a meeting runs before all of these have come; rank 0 opens its store first."""
-    open_store, append, rank = init._store, rendezvous._append, here().rank  # noqa: SLF001  # only they tell when
+    """Start no meeting's timeout before all of these have come; rank 0 opens its store first."""
+    open_store, append, rank = init._store, rendezvous._append, here().rank  # noqa: SLF001  # nothing public marks the time
 
     def open_store_in_turn(*given: Any, **named: Any) -> Any:
         if rank and 0 in those:

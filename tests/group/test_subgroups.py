@@ -1,4 +1,4 @@
-"""Groups that are not the world: ranks 1 and 3 of four, meshes, and groups that overlap."""
+"""Groups other than the world: ranks 1 and 3 of four, meshes, and groups that overlap."""
 
 from typing import Any
 
@@ -143,7 +143,7 @@ def test_groups_that_overlap_do_not_mix() -> None:
     rank = here().rank
     with subgroup(0, 1, 2) as lower, subgroup(1, 2, 3) as upper, subgroup(3, 0) as outer:
         for turn in range(20):
-            # Each rank in its own order: no two groups may wait for one another in a ring.
+            # Every rank keeps this order, so no groups wait for each other in a cycle.
             if rank in {0, 1, 2}:
                 gathered = objcomm.all_gather((turn, rank), group=lower)
                 assert gathered == [(turn, i) for i in range(3)]

@@ -25,7 +25,7 @@ from tests.group.operations import MESSAGES, OBJECT_OPERATIONS, OPERATIONS
 from tests.ranks import ranks, solo
 from tests.workers import here
 
-NBYTES = (4, 100_000)  # in the first message, and in a buffer of its own
+NBYTES = (4, 100_000)  # in the first message, and in its own buffer
 
 
 @ranks(2, 3)
@@ -38,7 +38,7 @@ def test_what_arrives_in_inference_mode_can_be_trained_on(mode: Any) -> None:
                 mine = torch.full((numel,), 2.0)
                 got = OPERATIONS[name](mine, codec=codec)
             for tensor in got if isinstance(got, list) else [got]:
-                if tensor is not None and tensor is not mine:  # which it made in the mode
+                if tensor is not None and tensor is not mine:  # created in the mode
                     assert_can_be_trained_on(tensor)
     assert_group_works()
 
@@ -85,7 +85,7 @@ def test_a_group_may_be_made_under_a_default_device() -> None:
     try:
         group = objcomm.dup()
         assert_group_works(group)
-        large = torch.ones(300_000, device="cpu")  # reduced in memory that the ranks share now
+        large = torch.ones(300_000, device="cpu")  # reduced in shared memory
         assert objcomm.all_reduce(large, "sum", group=group)[-1] == 2
         dist.destroy_process_group(group)
     finally:
@@ -106,7 +106,7 @@ def test_threads_of_a_pool_use_lanes() -> None:
             assert objcomm.all_reduce(1, "sum") == size
         for number, future in enumerate(futures):
             assert future.result() == [(number, rank) for rank in range(size)]
-    # Other threads take the lanes over.
+    # Other threads take over the lanes.
     with ThreadPoolExecutor(2) as pool:
         again = pool.submit(job, 0).result()
         assert again == [(0, rank) for rank in range(size)]
@@ -126,7 +126,7 @@ def test_groups_are_divided_in_threads_at_once() -> None:
 
 
 class Numbers(Dataset[int]):
-    """Tells who reads it."""
+    """Each item is the pid of the process that reads it."""
 
     def __len__(self) -> int:
         return 16
@@ -137,7 +137,7 @@ class Numbers(Dataset[int]):
 
 @contextlib.contextmanager
 def may_have_children() -> Iterator[None]:
-    """A rank of the pool is a daemon, which Python forbids to have processes of its own."""
+    """Allow child processes: a rank of the pool is a daemon, and Python allows those none."""
     with pytest.MonkeyPatch.context() as patch:
         config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  # the one way
         patch.setitem(config, "daemon", value=False)
@@ -147,7 +147,7 @@ def may_have_children() -> Iterator[None]:
 @ranks(2, disposable=True)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_forked_workers_of_a_loader_live_and_die_beside_calls(*, persistent: bool) -> None:
-    assert_group_works()  # connections and the watchdog's threads stand when the workers are forked
+    assert_group_works()  # connections and watchdog threads exist when the workers are forked
     loader = DataLoader(
         Numbers(),
         batch_size=2,
@@ -170,19 +170,19 @@ def test_forked_workers_of_a_loader_live_and_die_beside_calls(*, persistent: boo
     objcomm.barrier()
 
 
-#: What a worker may try, and which call that is.
+#: Calls that a worker may try, by name.
 TRIED: dict[str, Callable[[], Any]] = {
     "all_gather": lambda: objcomm.all_gather(1, timeout=30),
     "broadcast": lambda: objcomm.broadcast(1, src=1, timeout=30),
     "barrier": lambda: objcomm.barrier(timeout=30),
-    "send": lambda: objcomm.send(1, objcomm.rank()),  # to the rank itself, too
+    "send": lambda: objcomm.send(1, objcomm.rank()),  # even to the rank itself
     "recv": lambda: objcomm.recv(timeout=30),
     "init": objcomm.init,
 }
 
 
 class Caller(Dataset[tuple[str, str]]):
-    """Calls objcomm in a worker, which cannot work."""
+    """Makes each call of ``TRIED`` in a worker."""
 
     def __len__(self) -> int:
         return len(TRIED)
@@ -200,7 +200,7 @@ class Caller(Dataset[tuple[str, str]]):
 def test_a_worker_that_calls_is_told_whose_it_is_and_that_it_is_no_rank(how: str) -> None:
     assert_group_works()
     own = here().rank
-    place = {"RANK": str(own), "WORLD_SIZE": "2"}  # as a launcher tells all processes of the rank
+    place = {"RANK": str(own), "WORLD_SIZE": "2"}  # a launcher sets this for a rank's processes
     loader = DataLoader(Caller(), batch_size=None, num_workers=1, multiprocessing_context=how)
     with may_have_children(), mock.patch.dict(os.environ, place):
         answers = dict(loader)
@@ -223,7 +223,7 @@ def test_in_a_program_that_runs_alone_a_worker_may_call() -> None:
 
 @ranks(2)
 def test_what_runs_while_the_interpreter_shuts_down_is_refused() -> None:
-    """As a generator's ``finally`` does: no thread runs any more that could end a wait."""
+    """For example, a generator's ``finally``: no thread is left that could end a wait."""
     objcomm.barrier()
     with mock.patch.object(sys, "is_finalizing", return_value=True):
         other = 1 - here().rank
@@ -235,7 +235,7 @@ def test_what_runs_while_the_interpreter_shuts_down_is_refused() -> None:
 
 @ranks(2, disposable=True)
 def test_a_block_that_is_closed_while_the_interpreter_shuts_down_leaves_torch_alone() -> None:
-    """By a generator that was suspended in it: torch would abort the process."""
+    """By a generator that is suspended in it; torch would abort the process."""
 
     def suspended() -> Generator[None]:
         with objcomm.fail_together():
@@ -273,11 +273,11 @@ def test_a_forked_child_does_not_wait_for_its_parents_work() -> None:
 
 @ranks(2)
 def test_a_forked_child_that_shuts_down_leaves_its_parents_groups_alone() -> None:
-    """As in the ``finally`` of a script whose workers were forked in the middle of it."""
+    """As in the ``finally`` of a script that forks its workers inside the block."""
     assert_group_works()
     child = os.fork()
     if child == 0:
         objcomm.shutdown()
-        os._exit(0 if dist.is_initialized() else 1)  # a crash is not certain, but frequent
+        os._exit(0 if dist.is_initialized() else 1)  # a failure often crashes, but not always
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert_group_works()

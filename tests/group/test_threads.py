@@ -1,4 +1,4 @@
-"""Lanes: what keeps the calls of two threads apart, and who may use which."""
+"""Lanes: how they separate the calls of threads, and which thread may use which lane."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +51,7 @@ def test_a_second_live_thread_without_a_lane_is_refused() -> None:
     objcomm.barrier()
     for call in (lambda: objcomm.all_gather(1), objcomm.barrier, lambda: objcomm.broadcast(1)):
         if objcomm.world_size() == 1:
-            in_thread(call).join()  # there is nobody to get out of step with
+            in_thread(call).join()  # there is no other rank to be out of step with
         else:
             with pytest.raises(UsageError, match="lane"):
                 in_thread(call).join()
@@ -194,7 +194,7 @@ def test_each_thread_hears_of_an_error_in_its_next_call() -> None:
         assert begun.wait(PATIENCE_S)
         with closely(), patiently(), pytest.raises(DesyncError):
             objcomm.barrier("a" if here().rank == 0 else "b", group=group)
-        use_three_lanes(group)  # which renews the connections before the other thread has heard
+        use_three_lanes(group)  # renews the connections before the other thread has raised
         go_on.set()
         thread.join()
         use_three_lanes(group)

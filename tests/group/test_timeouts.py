@@ -1,4 +1,4 @@
-"""What a time limit tells: who is missing, where everybody is, and who does not answer."""
+"""What a timeout reports: missing ranks, each rank's position, and ranks that do not answer."""
 
 import multiprocessing
 import os
@@ -44,12 +44,12 @@ from tests.ranks import ranks, solo
 from tests.waits import PATIENCE_S, wait_until, within
 from tests.workers import here
 
-# Long enough to tell a limit from no limit at all.
+# Long enough to distinguish a timeout from no wait at all.
 LIMIT_S = 0.3
 
 
 def timeout_of(call: Any = objcomm.all_gather, limit_s: float = LIMIT_S, **options: Any) -> Any:
-    """The error of a call that waits in vain."""
+    """Return the error of a call that times out."""
     began = time.monotonic()
     with pytest.raises(TransportTimeout) as caught:
         call("x", timeout=limit_s, **options)
@@ -81,7 +81,7 @@ def test_a_timeout_names_who_did_not_arrive() -> None:
 
 @ranks(2)
 def test_a_timeout_is_never_taken_for_a_death() -> None:
-    """Gloo counts in whole milliseconds, and may wake before or after the limit."""
+    """Gloo counts in whole milliseconds, and may wake before or after the timeout."""
     groups: list[Any] = [dist.new_group([0, 1]) for _ in range(12)]
     for group in groups:
         objcomm.barrier(group=group)
@@ -159,7 +159,7 @@ def test_the_shortest_limit_ends_every_ranks_wait_within_a_second() -> None:
         elif here().rank == 1:
             say("rank 1 calls")
             with within(limit_s + 1.0), pytest.raises(TransportTimeout) as caught:
-                objcomm.all_gather("x", group=group)  # the group's own limit is half an hour
+                objcomm.all_gather("x", group=group)  # the group's own timeout is 30 min
             assert caught.value.missing == (2,)
             assert caught.value.seconds == limit_s
         tell_all("over", "")
@@ -207,10 +207,10 @@ def test_a_first_use_that_not_all_ranks_make_can_be_made_again() -> None:
 
 @ranks(2)
 def test_a_calls_own_limit_outlasts_the_groups() -> None:
-    """Each rank is late, by more than the groups' limit, in one of two calls."""
+    """Each rank is late for one of two calls, by more than the groups' timeout."""
     groups: list[Any] = [dist.new_group([0, 1]) for _ in range(2)]
     for group in groups:
-        # Set afterwards, because it would hold for making the group, too.
+        # Set afterwards, or it would apply to creating the group too.
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT_S), group)  # noqa: SLF001  # no public way
         objcomm.barrier(group=group, timeout=PATIENCE_S)
     mine, works, limits = here().rank, {}, (PATIENCE_S, float("inf"))
@@ -220,9 +220,9 @@ def test_a_calls_own_limit_outlasts_the_groups() -> None:
         )
         if turn == mine:
             tell_all("one call of each rank has begun", "")
-            time.sleep(LIMIT_S + 0.5)  # the lateness itself; more changes nothing
+            time.sleep(LIMIT_S + 0.5)  # the delay itself; a longer one changes nothing
     assert objcomm.wait_all([works[0], works[1]]) == [[0, 1]] * 2
-    if mine == 0:  # the limit that was outlasted
+    if mine == 0:  # the group's timeout, which was outlasted
         with pytest.raises(TransportTimeout):
             objcomm.recv(1, group=groups[0])
     tell_all("the end", "")
@@ -230,14 +230,14 @@ def test_a_calls_own_limit_outlasts_the_groups() -> None:
 
 @ranks(2)
 def test_a_call_that_succeeds_after_its_limit_ends_no_later_one() -> None:
-    """Rank 1 comes when rank 0's limit has passed, before anybody has ended rank 0's call."""
+    """Rank 1 arrives after rank 0's timeout, but before anything ends rank 0's call."""
     with subgroup(0, 1) as group:
         objcomm.barrier(group=group)
         if here().rank == 0:
-            watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # nothing shows what it falls back to
+            watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # nothing public shows its fallbacks
 
             def expire(*_: object) -> None:
-                """As a store that is slow; what there is without it is due when the test says."""
+                """Act as a slow store; the test decides when the fallback is due."""
                 say("rank 0's limit has passed")
 
             with (
@@ -246,8 +246,8 @@ def test_a_call_that_succeeds_after_its_limit_ends_no_later_one() -> None:
                 mock.patch.object(link, "_GRACE_SECONDS", 2 * PATIENCE_S),
             ):
                 assert objcomm.all_gather(0, timeout=LIMIT_S, group=group) == [0, 1]
-            # Rank 1 may have come between the question to the store and what is due without it.
-            # An earlier test's may be there still, for less than a second.
+            # Rank 1 may have arrived after the store was asked, but before the fallback was set.
+            # An earlier test's fallback may still be there, for less than a second.
             later = time.monotonic() + PATIENCE_S
             wait_until(
                 lambda: any(due > later for due, _ in watching._fallbacks),  # noqa: SLF001  # likewise
@@ -266,7 +266,7 @@ def test_a_call_that_succeeds_after_its_limit_ends_no_later_one() -> None:
 
 @ranks(2)
 def test_a_call_that_succeeds_while_others_are_asked_ends_no_later_one() -> None:
-    """Rank 1 comes when it has answered that it is elsewhere."""
+    """Rank 1 arrives after it has answered that it is elsewhere."""
     with subgroup(0, 1) as group:
         objcomm.barrier(group=group)
         if here().rank == 0:
@@ -284,7 +284,7 @@ def test_a_call_that_succeeds_while_others_are_asked_ends_no_later_one() -> None
                 assert objcomm.all_gather(0, timeout=LIMIT_S, group=group) == [0, 1]
                 has_returned.set()
                 world: Any = dist.group.WORLD
-                watchdog.board_thread_of(world).call(lambda _: None)  # it has gone on
+                watchdog.board_thread_of(world).call(lambda _: None)  # it has continued
         else:
             hear("rank 1 has answered")
             assert objcomm.all_gather(1, group=group) == [0, 1]
@@ -312,11 +312,11 @@ def _host_a_store(pipe: Connection) -> None:
 @ranks(2, joined=False)
 @pytest.mark.parametrize("is_first_use", [True, False])
 def test_a_stopped_store_does_not_hold_a_rank(*, is_first_use: bool) -> None:
-    """The store's host is a process of its own, which stops before the wait ends."""
+    """A separate process hosts the store, and is stopped before the wait ends."""
     rendezvous = here().store("port")
     if here().rank == 0:
         ours, theirs = multiprocessing.Pipe()
-        pid = os.fork()  # multiprocessing gives a worker, which is a daemon, no children
+        pid = os.fork()  # a worker is a daemon, and multiprocessing gives those no children
         if pid == 0:
             _host_a_store(theirs)
             os._exit(0)

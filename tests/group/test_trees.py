@@ -1,4 +1,4 @@
-"""Named reductions of containers, leaf by leaf: the values that come of them."""
+"""Named reductions of containers, leaf by leaf: the resulting values."""
 
 import collections
 import decimal
@@ -25,7 +25,7 @@ from tests.workers import here
 
 
 def nested(rank: int) -> dict[str, Any]:
-    """One of everything, small."""
+    """Return a small container with one of everything."""
     return {
         "stats": Stats(2**70 + rank, Loss(0.5 * rank, [rank, 1])),
         "exact": (fractions.Fraction(1, 3 + rank), decimal.Decimal("0.1"), 1j * rank),
@@ -133,7 +133,7 @@ def test_a_large_tensor_gives_what_its_small_parts_give() -> None:
     cycle = torch.arange(1000)
     for (at, dtype), (turn, op) in itertools.product(enumerate(DTYPES), enumerate(OPS)):
         if (at + turn) % 3 != size - 2:
-            continue  # a third of the pairs in each of the three worlds
+            continue  # a third of the pairs in each of the three world sizes
         if dtype.is_complex and op in ("min", "max"):
             continue  # they have no order
         small = ((cycle * (rank + 3)) % 7 - (0 if dtype is torch.uint8 else 2)).to(dtype)
@@ -318,7 +318,7 @@ def _members() -> st.SearchStrategy[Any]:
 
 
 def _filled(plan: Any, rank: int, seed: int) -> Any:
-    """The object that a plan means on one rank."""
+    """Build the object that a plan describes for one rank."""
     if isinstance(plan, dict):
         return {key: _filled(each, rank, seed + ord(key)) for key, each in plan.items()}
     if isinstance(plan, (list, tuple)):
@@ -334,7 +334,7 @@ def _filled(plan: Any, rank: int, seed: int) -> Any:
 
 
 def _model(op: str, objs: list[Any]) -> Any:
-    """The reduction in one process."""
+    """Reduce in one process."""
     first = objs[0]
     if isinstance(first, dict):
         return {key: _model(op, [each[key] for each in objs]) for key in first}
@@ -350,14 +350,14 @@ def _model(op: str, objs: list[Any]) -> Any:
 
 
 def reduce_plan(plan: Any, op: Any) -> None:
-    """On every rank: hold a reduction against the model."""
+    """Compare a reduction with the model, on every rank."""
     rank, size = objcomm.rank(), objcomm.world_size()
     want = _model(op, [_filled(plan, i, 1) for i in range(size)])
     assert_same(objcomm.all_reduce(_filled(plan, rank, 1), op), want, sharing=False)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-# A busy machine draws slowly, too.
+# A busy machine also draws slowly.
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=st.lists(_members(), max_size=4), op=st.sampled_from(["sum", "max"]))
 def test_any_tree_gives_what_one_process_gives(world_size: int, plan: Any, op: str) -> None:

@@ -1,4 +1,4 @@
-"""Reductions leaf by leaf where ranks differ, fail, die or lie: one error, and none that hangs."""
+"""Leaf-by-leaf reductions where ranks differ, fail, die or lie: one error, and no hang."""
 
 import collections
 import operator
@@ -47,7 +47,7 @@ def test_ranks_with_other_options_are_out_of_step() -> None:
     assert_group_works()
 
 
-# What the last rank gives where the others give the second, and the path that the error names.
+# The last rank's object, the other ranks' object, and the path that the error names.
 DIFFERENCES: dict[str, tuple[Any, Any, str]] = {
     "a key lacks": ({"a": 1}, {"a": 1, "b": 2}, "obj['b']"),
     "a key more": ({"m": {"a": 1, 3: 2}}, {"m": {"a": 1}}, "obj['m'][3]"),
@@ -164,7 +164,7 @@ def test_skipping_does_not_excuse_other_shapes() -> None:
 
 
 class _Dies:
-    """Counts the pieces that a rank has combined, and ends its process at the given one."""
+    """Counts the pieces that a rank combines, and ends its process at a given one."""
 
     def __init__(self, at: int, original: Callable[..., None]) -> None:
         self.left = at
@@ -184,7 +184,7 @@ def test_a_rank_that_dies_in_the_middle_is_named() -> None:
     tensor = torch.ones(24 << 20, dtype=torch.uint8).view(torch.float32)
     if here().rank == 1:
         dies = _Dies(at, operators.combine_tensors)
-        operators.combine_tensors = dies  # type: ignore[assignment]  # as a crash would come
+        operators.combine_tensors = dies  # type: ignore[assignment]  # simulates a crash
         objcomm.all_reduce({"w": tensor})
     with pytest.raises(TransportError) as caught:
         objcomm.all_reduce({"w": tensor})
@@ -194,7 +194,7 @@ def test_a_rank_that_dies_in_the_middle_is_named() -> None:
 @ranks(2, 3)
 @pytest.mark.parametrize("missing", ["error", "skip"])
 def test_a_wrong_answer_harms_no_rank(missing: Any) -> None:
-    """Of a first rank that says what is not so: nothing is built of it, and the group works."""
+    """Rank 0 sends a wrong answer: nothing is built from it, and the group still works."""
 
     def lie(call: Any, exchange: Any, mine: Any, decide: Any, hub: int) -> Any:
         def wrong(messages: Any) -> Any:
@@ -205,7 +205,7 @@ def test_a_wrong_answer_harms_no_rank(missing: Any) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if here().rank == 0:
-            patch.setattr(leafwise, "answered", lie)  # what is sent, and nothing else
+            patch.setattr(leafwise, "answered", lie)  # changes only what is sent
         with pytest.raises(objcomm.ObjcommError):
             objcomm.all_reduce({"a": torch.ones(9000), "b": 1}, "sum", missing=missing)
     assert_group_works()

@@ -1,4 +1,4 @@
-"""Verdicts beside other threads, blocks, lanes and slow ranks: none is false, and none is lost."""
+"""No verdict is false or lost beside other threads, blocks, lanes and slow ranks."""
 
 import ctypes
 import functools
@@ -32,7 +32,7 @@ from tests.workers import here
 
 @ranks(3)
 def test_a_busy_ranks_old_answer_closes_no_circle() -> None:
-    """Rank 2 has told that it waits for rank 1, and then is too busy to tell that it does not."""
+    """Rank 2 reports that it waits for rank 1, then is too busy to report that it stopped."""
     rank, is_over = here().rank, here().folder / "is_over"
     if rank == 0:
         os.mkfifo(is_over)
@@ -61,13 +61,13 @@ def test_a_busy_ranks_old_answer_closes_no_circle() -> None:
 
 
 def fall_silent() -> None:
-    """Tell nothing more than this, as if the rank were busy already."""
+    """Report nothing more, as if the rank were already busy."""
     watchdog.OVERDUE_SECONDS = math.inf
     say("rank 2 waits and has told so")
 
 
 def hold_the_interpreter(pipe: int) -> None:
-    """As a long sort does, or an extension that keeps the GIL: no watchdog gets a turn."""
+    """Hold the GIL, as a long sort or an extension may, so that no watchdog runs."""
     ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
 
 
@@ -87,7 +87,7 @@ def test_a_call_inside_of_a_failed_block_never_pairs_with_one_outside() -> None:
 
     with closely(), patiently(), pytest.raises(CollectiveError):
         block()
-    # Rank 1 was about to meet rank 0 for its call inside, and must not meet this one.
+    # Rank 1 was about to connect to rank 0 for its call inside, which must not match this one.
     assert objcomm.all_gather("outside") == ["outside"] * 2
     assert_group_works()
 
@@ -175,7 +175,7 @@ def test_limits_that_pass_together_all_name_the_rank_that_is_missing() -> None:
         assert [error.missing for error in errors] == [(2,)] * 3
         assert not any(error.is_store_silent for error in errors)
 
-    # Rank 1 answers from the beginning, and rank 2 never.
+    # Rank 1 answers from the start, and rank 2 never does.
     with closely(), patiently(answers_s=3):
         if here().rank == 0:
             hear("rank 1 waits")
@@ -202,7 +202,7 @@ while objcomm.recorder.dump(group=dist.group.WORLD)["groups"][0]["entries"][-1][
 
 @solo()
 def test_a_daemon_thread_that_waits_does_not_abort_a_clean_exit() -> None:
-    """Rank 0 is a whole interpreter, which ends; this is rank 1, for which its thread waits."""
+    """Rank 0 is a separate interpreter that exits while its thread waits for rank 1, this one."""
     meeting = str(here().folder / "meeting")
     program = subprocess.Popen([sys.executable, "-c", _ABANDONED, meeting], stderr=subprocess.PIPE)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=1, world_size=2)

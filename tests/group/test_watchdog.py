@@ -1,4 +1,4 @@
-"""The watchdog goes on, whatever happens to it: without it no wait would end."""
+"""The watchdog keeps running whatever happens to it: without it, no wait would end."""
 
 import logging
 import os

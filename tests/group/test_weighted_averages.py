@@ -1,4 +1,4 @@
-"""Flashy's averages count each rank as often as it says, whatever form its metrics have."""
+"""Flashy's averages weight each rank by its count, whatever form its metrics have."""
 
 import objcomm
 from objcomm.compat import flashy

@@ -1,4 +1,4 @@
-"""A wrong argument: the error names the call, the argument, what was given and what is accepted."""
+"""Wrong arguments: the error names the call, the argument, the value and what is accepted."""
 
 import re
 from typing import Any
@@ -69,7 +69,7 @@ CALLS: dict[str, tuple[Any, dict[str, tuple[Any, str]]]] = {
 
 @ranks(1, 2)
 def test_a_wrong_argument_is_named_with_its_call_and_what_is_accepted() -> None:
-    if here().rank == here().world_size - 1:  # nobody else need hear of it
+    if here().rank == here().world_size - 1:  # no other rank needs to know
         for name, (call, arguments) in CALLS.items():
             for argument, (given, told) in arguments.items():
                 with (
