@@ -121,7 +121,7 @@ def test_a_death_between_head_and_payload(src: int | None) -> None:
 @ranks(2, expect_dead=[1])
 @pytest.mark.parametrize("src", [1, None])
 def test_a_death_before_the_memory_of_a_message_is_handed_over(src: int | None) -> None:
-    """Once it is handed over, the message is here even if its sender dies."""
+    """Once the memory is handed over, the message arrives even if its sender dies."""
     assert_pair_works()
     if here().rank == 1:
         with mock.patch.object(StreamLink, "send_share", side_effect=lambda *_: die()):

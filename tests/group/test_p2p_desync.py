@@ -40,7 +40,7 @@ Call = Callable[[dist.ProcessGroup], Any]
 
 
 def out_of_step(group: dist.ProcessGroup, *calls: Call) -> DesyncError | None:
-    """Return the error of this rank's call, or None if it has no call to make."""
+    """Return the DesyncError of this rank's call, or None if it has no call to make."""
     objcomm.barrier(group=group)
     tell_all("all are here", "")
     if here().rank >= len(calls):
@@ -194,7 +194,7 @@ def test_two_that_have_no_name_for_their_meeting_yet_both_hear_of_a_circle() -> 
 @pytest.mark.timed
 @ranks(3)
 def test_two_that_are_out_of_step_hear_of_it_within_2_s() -> None:
-    """Rank 2 takes the time: a waiting rank may have no other thread, which could still send."""
+    """Rank 2 measures, because another thread on a waiting rank could still send."""
     assert_pair_works()
     tell_all("all are here", "")
     if here().rank == 2:

@@ -229,7 +229,7 @@ def test_a_message_whose_body_has_not_come_is_lost_and_its_sender_told(kind: str
 
 
 def _iprobe() -> Any:
-    """Probe, again if the first probe raises the error that ended the connection."""
+    """Probe; try again if the first probe raises the error that ended the connection."""
     try:
         return objcomm.iprobe(1, tag=9)
     except objcomm.ObjcommError:

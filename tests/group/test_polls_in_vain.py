@@ -150,7 +150,7 @@ def test_who_polls_in_a_block_hears_that_it_has_failed_elsewhere(kind: str) -> N
     then receive the failure twice.
     """
     own, other = here().rank, 2 - here().rank
-    heard: list[CollectiveError] = []  # raised by a poll: the block turns any error into one
+    heard: list[CollectiveError] = []  # from polls; the block raises one for any error
 
     def fail_or_poll(group: Any) -> None:
         if own == 1:

@@ -72,7 +72,7 @@ CALLS: dict[str, Callable[[], object]] = {
 
 
 class _Refuses:
-    """Its operator fails on any rank."""
+    """Its operator fails on whichever rank runs it."""
 
     def combine(self, _: object) -> Any:
         raise LookupError("no such shard")

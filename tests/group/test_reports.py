@@ -40,7 +40,7 @@ def test_the_lowest_rank_that_waits_says_for_whom_and_the_call_completes() -> No
     if here().rank == 0:
         seconds = [float(found[1]) for text in texts if (found := re.match(own + other, text))]
         assert len(seconds) == len(texts)
-        # Each after twice the time of the last, not four times a second; the text rounds.
+        # Each report comes after twice the time, not every 0.25 s; the text rounds.
         assert all(each > 0.3 * 2**turn - 0.06 for turn, each in enumerate(seconds))
     else:  # rank 0 reports for all
         assert texts == []

@@ -185,7 +185,7 @@ def test_an_operation_that_raises_for_one_operand_fails_every_rank(name: str) ->
 
 def check_that_an_operand_fails_every_rank(name: str, nbytes: int) -> None:
     size = objcomm.world_size()
-    # The last operand to be combined: it ends one of the two in any order of combinations.
+    # The last operand that is combined: in any order, it ends one of two that are combined.
     culprit = size - 2 if name == "exscan" else size - 1
 
     def refuse(left: bytes, right: bytes) -> bytes:

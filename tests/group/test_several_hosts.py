@@ -83,7 +83,7 @@ def test_no_rank_has_what_one_of_any_host_refuses(refusing: int) -> None:
 
 @ranks(4, disposable=True)
 def test_each_host_holds_one_copy() -> None:
-    """Of what another host sends, and none once no rank refers to it."""
+    """A host holds one copy of what another one sends, and none once no rank refers to it."""
     sent = torch.arange(8 << 20)
     with on_hosts(0, 1, 1, 1):
         objcomm.broadcast(at_root(torch.arange(1 << 20))).sum()  # what a first call also allocates

@@ -54,7 +54,7 @@ def test_what_a_receiver_writes_nobody_else_sees() -> None:
 
 @ranks(3, disposable=True)
 def test_a_host_holds_one_copy() -> None:
-    """Of what every rank reads, and none once no rank refers to it."""
+    """It holds one copy of what every rank reads, and none once no rank refers to it."""
     sent = torch.arange(8 * MIB)
     objcomm.broadcast(at_root(torch.arange(MIB))).sum()  # what a first call also allocates
     before = pss_nbytes()
@@ -95,7 +95,7 @@ def test_a_process_with_no_room_for_mappings_copies() -> None:
 
 @ranks(3, disposable=True)
 def test_memory_that_is_too_short_is_refused_by_all() -> None:
-    """From a defective sender: a rank that maps too much would be killed when it reads."""
+    """The sender is defective; a rank that mapped too much would be killed when it reads."""
 
     def short(flats: list[torch.Tensor]) -> Share:
         return Share.of([flats[0][:5000]])

@@ -137,7 +137,7 @@ class Numbers(Dataset[int]):
 
 @contextlib.contextmanager
 def may_have_children() -> Iterator[None]:
-    """Allow child processes: a rank of the pool is a daemon, and Python allows those none."""
+    """Allow child processes, which Python forbids a daemon such as a rank of the pool."""
     with pytest.MonkeyPatch.context() as patch:
         config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001  # the one way
         patch.setitem(config, "daemon", value=False)
@@ -223,7 +223,7 @@ def test_in_a_program_that_runs_alone_a_worker_may_call() -> None:
 
 @ranks(2)
 def test_what_runs_while_the_interpreter_shuts_down_is_refused() -> None:
-    """For example, a generator's ``finally``: no thread is left that could end a wait."""
+    """A generator's ``finally`` may run then, when no thread is left that could end a wait."""
     objcomm.barrier()
     with mock.patch.object(sys, "is_finalizing", return_value=True):
         other = 1 - here().rank
@@ -235,7 +235,7 @@ def test_what_runs_while_the_interpreter_shuts_down_is_refused() -> None:
 
 @ranks(2, disposable=True)
 def test_a_block_that_is_closed_while_the_interpreter_shuts_down_leaves_torch_alone() -> None:
-    """By a generator that is suspended in it; torch would abort the process."""
+    """A suspended generator closes it; a call into torch would abort the process."""
 
     def suspended() -> Generator[None]:
         with objcomm.fail_together():
@@ -278,6 +278,6 @@ def test_a_forked_child_that_shuts_down_leaves_its_parents_groups_alone() -> Non
     child = os.fork()
     if child == 0:
         objcomm.shutdown()
-        os._exit(0 if dist.is_initialized() else 1)  # a failure often crashes, but not always
+        os._exit(0 if dist.is_initialized() else 1)  # a failure crashes often, but not always
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert_group_works()

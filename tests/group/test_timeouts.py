@@ -316,7 +316,7 @@ def test_a_stopped_store_does_not_hold_a_rank(*, is_first_use: bool) -> None:
     rendezvous = here().store("port")
     if here().rank == 0:
         ours, theirs = multiprocessing.Pipe()
-        pid = os.fork()  # a worker is a daemon, and multiprocessing gives those no children
+        pid = os.fork()  # multiprocessing forbids a daemon, such as a worker, to have children
         if pid == 0:
             _host_a_store(theirs)
             os._exit(0)
