@@ -66,7 +66,7 @@ def test_each_object_travels_at_its_own_size_and_to_its_own_rank_only() -> None:
 
 
 @ranks(2, 3, 4)
-def test_what_arrives_is_independent_of_what_was_given() -> None:
+def test_received_objects_are_independent_of_the_originals() -> None:
     size = objcomm.world_size()
     shared = torch.ones(50_000)
     got = objcomm.all_to_all([shared] * size)
@@ -93,7 +93,7 @@ def test_a_rank_with_another_number_of_objects_fails_every_rank() -> None:
 
 
 @ranks(2, 3)
-def test_what_holds_no_objects_fails_every_rank() -> None:
+def test_an_argument_that_is_not_a_list_fails_every_rank() -> None:
     size = objcomm.world_size()
     wrong: list[Any] = [None, "abcd", 3]
     for objs in wrong:
@@ -122,7 +122,7 @@ def test_an_object_that_cannot_be_encoded_fails_every_rank(nbytes: int) -> None:
 
 
 @ranks(2, 3)
-def test_what_stays_on_its_rank_is_not_encoded() -> None:
+def test_an_object_for_its_own_rank_is_not_encoded() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     lock = threading.Lock()
     objs: list[Any] = [rank] * size
@@ -145,7 +145,7 @@ def test_a_subgroup_exchanges_among_itself() -> None:
 
 
 @ranks(2, 3, 4)
-def test_exchanges_in_flight_may_be_waited_for_in_any_order() -> None:
+def test_outstanding_exchanges_may_be_waited_for_in_any_order() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     objs = [[(turn, rank, peer) for peer in range(size)] for turn in range(6)]
     works = [objcomm.all_to_all(each, async_op=True) for each in objs]
@@ -165,7 +165,7 @@ def test_messages_are_signed_for_their_rank() -> None:
 
 
 @solo()
-def test_alone_the_object_itself_comes_back() -> None:
+def test_a_world_of_one_returns_the_object_itself() -> None:
     mine = object()
     assert objcomm.all_to_all([mine])[0] is mine
     with pytest.raises(UsageError, match="not a list of 0"):

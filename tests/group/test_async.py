@@ -98,7 +98,7 @@ def test_ranks_may_wait_in_any_order() -> None:
 
 
 @ranks(2, 3)
-def test_synchronous_calls_come_in_their_place() -> None:
+def test_synchronous_calls_keep_their_place_in_the_order() -> None:
     size, mine = here().world_size, here().rank
     for turn in range(10):
         works: list[Work[Any]] = [
@@ -127,7 +127,7 @@ def test_some_ranks_may_call_synchronously_what_others_do_not() -> None:
 
 
 @ranks(2, 3)
-def test_a_call_returns_before_the_others_have_come() -> None:
+def test_a_call_returns_before_other_ranks_have_called() -> None:
     objcomm.barrier()  # the first use of a group waits for all ranks
     if here().rank == 0:
         works = [objcomm.all_gather(0, async_op=True), objcomm.barrier(async_op=True)]
@@ -141,7 +141,7 @@ def test_a_call_returns_before_the_others_have_come() -> None:
 
 
 @ranks(2, 4)
-def test_lanes_and_threads_each_have_an_order_of_their_own() -> None:
+def test_each_lane_and_thread_has_its_own_order() -> None:
     size, mine = here().world_size, here().rank
 
     def talk(name: str) -> None:
@@ -179,7 +179,7 @@ def test_any_thread_may_wait() -> None:
 
 
 @ranks(2)
-def test_another_thread_takes_the_lane_over_with_what_is_in_flight() -> None:
+def test_another_thread_can_take_over_a_lane_with_outstanding_works() -> None:
     works: list[Work[Any]] = []
 
     def first() -> None:
@@ -291,7 +291,7 @@ MODES: dict[str, Callable[[], Any]] = {
 @ranks(1, 2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [3, 100_000])
-def test_torchs_modes_are_those_of_the_call(mode: str, size: int) -> None:
+def test_torchs_modes_at_the_call_apply(mode: str, size: int) -> None:
     def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return left + right
 

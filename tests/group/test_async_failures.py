@@ -46,7 +46,7 @@ def test_wrong_arguments_raise_at_the_call() -> None:
 
 @ranks(3)
 @pytest.mark.parametrize("name", OBJECT_OPERATIONS)
-def test_what_cannot_be_encoded_raises_at_the_wait(name: str) -> None:
+def test_an_object_that_cannot_be_encoded_raises_at_the_wait(name: str) -> None:
     mine: Any = RefusesToPickle(LookupError("not me")) if here().rank == 0 else 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -62,7 +62,7 @@ def test_what_cannot_be_encoded_raises_at_the_wait(name: str) -> None:
 
 
 @ranks(1, 2, 3)
-def test_an_op_that_raises_is_told_at_every_wait() -> None:
+def test_an_op_that_raises_fails_every_wait() -> None:
     def divide(_left: int, _right: int) -> int:
         raise ZeroDivisionError("by design")
 
@@ -117,7 +117,7 @@ def test_an_operations_limit_counts_from_its_turn_and_ends_it() -> None:
 
 
 @ranks(2, 3)
-def test_ranks_that_differ_in_flight_hear_of_it_and_the_group_works_on() -> None:
+def test_mismatched_works_raise_on_all_ranks_and_the_group_keeps_working() -> None:
     objcomm.barrier()
     works: list[Work[Any]] = [objcomm.all_gather(1, async_op=True)]
     if here().rank == 1:
@@ -137,7 +137,7 @@ def test_ranks_that_differ_in_flight_hear_of_it_and_the_group_works_on() -> None
 
 
 @ranks(2)
-def test_a_circle_through_a_wait_is_found() -> None:
+def test_a_deadlock_through_a_wait_is_found() -> None:
     """The ranks wait for each other in different groups, one of them in a work's wait."""
     with two_groups() as (one, two):
         with closely(), patiently():
@@ -169,7 +169,7 @@ def test_a_circle_through_a_synchronous_call_behind_a_work_is_found() -> None:
 
 
 @ranks(2)
-def test_a_wait_with_a_limit_closes_no_circle() -> None:
+def test_a_wait_with_a_timeout_is_not_part_of_a_deadlock() -> None:
     """Rank 0 waits for rank 1, which waits for rank 0 elsewhere, but rank 0 can still get there."""
     with two_groups() as (one, two):
         if here().rank == 0:
@@ -197,7 +197,7 @@ def test_what_is_in_flight_on_several_groups_is_no_circle() -> None:
 
 
 @ranks(3, expect_dead=[2])
-def test_a_death_ends_what_is_in_flight() -> None:
+def test_a_death_ends_outstanding_works() -> None:
     objcomm.barrier()
     tell_all("alive", "")
     if here().rank == 2:

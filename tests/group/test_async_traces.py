@@ -39,7 +39,7 @@ _SHORT_LINGER_S = 0.05
 
 
 @ranks(1, 2)
-def test_what_is_never_waited_for_is_reported_at_its_line() -> None:
+def test_a_work_never_waited_for_is_reported_at_its_line() -> None:
     with (
         mock.patch.object(line_module, "_LINGER_SECONDS", _SHORT_LINGER_S),
         warnings.catch_warnings(record=True) as caught,

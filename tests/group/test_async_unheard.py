@@ -77,7 +77,7 @@ def test_a_call_behind_an_error_fails_with_it_as_on_the_ranks_that_began_it_befo
 
 
 @ranks(3)
-def test_so_it_is_on_a_group_of_some_ranks() -> None:
+def test_a_call_behind_an_error_fails_with_it_in_a_subgroup() -> None:
     with subgroup(0, 1) as group:
         if here().rank < 2:
             objcomm.barrier(group=group)
@@ -124,7 +124,9 @@ def _looked_at(work: Work[Any]) -> Any:
     [Work.wait, _result_of, _awaited, _first_of, _looked_at, _all_of],
     ids=["wait", "result", "await", "as_completed", "exception", "wait_all"],
 )
-def test_who_has_taken_the_error_in_whichever_way_goes_on(way: Callable[[Work[Any]], Any]) -> None:
+def test_a_rank_that_retrieved_the_error_in_any_way_continues(
+    way: Callable[[Work[Any]], Any],
+) -> None:
     objcomm.barrier()
     works = [_begun_apart(), objcomm.all_gather(2, async_op=True)]
     with closely(), patiently(), pytest.raises(DesyncError):
@@ -169,7 +171,7 @@ def test_a_work_that_nobody_asks_is_heard_of_in_the_next_call() -> None:
 @ranks(2)
 @pytest.mark.parametrize("is_elsewhere", [False, True])
 @pytest.mark.parametrize("raises", [False, True])
-def test_who_leaves_a_failed_block_has_heard_of_all_that_ended_in_it(
+def test_leaving_a_failed_block_retrieves_all_errors_in_it(
     *, raises: bool, is_elsewhere: bool
 ) -> None:
     with subgroup(0, 1) as other:
@@ -230,7 +232,7 @@ def test_a_block_behind_a_work_that_fails_is_entered_by_every_rank_and_fails() -
 
 
 @ranks(3, disposable=True)
-def test_a_circle_through_the_end_of_a_block_is_over_with_it() -> None:
+def test_a_deadlock_through_the_end_of_a_block_ends_with_it() -> None:
     """Rank 0 waits for rank 1 in the block's group; ranks 1 and 2 wait for rank 0 in the world.
 
     The test needs a disposable world: rank 0 raises the desync and not the failure of the block on
@@ -263,7 +265,7 @@ def test_a_circle_through_the_end_of_a_block_is_over_with_it() -> None:
 
 
 @ranks(2)
-def test_who_is_cancelled_has_taken_no_error_with_that() -> None:
+def test_a_cancelled_task_has_not_retrieved_the_error() -> None:
     """The task is cancelled after the error arrives and before the task runs again."""
 
     async def program(work: Work[Any]) -> None:
@@ -307,7 +309,7 @@ def test_an_error_of_another_kind_that_is_taken_stands_for_no_end_of_connections
 
 
 @ranks(2)
-def test_an_old_error_that_is_asked_for_again_stands_for_no_new_one() -> None:
+def test_retrieving_an_old_error_again_does_not_count_for_a_new_one() -> None:
     objcomm.barrier()
     old = [_begun_apart(), objcomm.all_gather(2, async_op=True)]
     with closely(), patiently():

@@ -53,7 +53,7 @@ def test_a_peer_that_exits_is_named() -> None:
 
 
 @ranks(3, disposable=True)
-def test_who_lost_its_own_connections_repeats_nothing_that_the_others_have_cleared() -> None:
+def test_a_rank_that_lost_its_connections_does_not_repeat_a_cleared_verdict() -> None:
     before = sockets()
     objcomm.barrier()
     mesh = resolve(None)._whole.mesh  # noqa: SLF001  # its nonce is not public
@@ -149,7 +149,7 @@ def test_ctrl_c_ends_a_wait_in_any_operation_and_the_group() -> None:
 
 
 @ranks(3, disposable=True)
-def test_ctrl_c_in_a_first_use_is_told_to_who_has_come() -> None:
+def test_ctrl_c_in_a_first_use_raises_on_ranks_already_there() -> None:
     group = dist.new_group()
     if here().rank == 1:
 
@@ -247,7 +247,7 @@ def test_a_verdict_that_nobody_can_read_ends_all_waits() -> None:
 
 
 @ranks(2)
-def test_a_limit_that_is_kept_changes_nothing() -> None:
+def test_a_message_within_max_nbytes_is_unaffected() -> None:
     with objcomm.configure(max_nbytes=1_000_000):
         assert objcomm.all_gather(bytes(900_000)) == [bytes(900_000)] * 2
     assert_group_works()

@@ -88,7 +88,7 @@ def test_a_message_of_more_than_8000_bytes_is_cut_in_the_middle() -> None:
 
 
 @ranks(2, 3)
-def test_what_is_no_rank_is_refused_before_any_traffic() -> None:
+def test_an_invalid_rank_is_refused_before_any_traffic() -> None:
     wrong: list[Any] = [1.0, True, "0"]
     for rank in wrong:
         with pytest.raises(objcomm.UsageError, match="broadcast: group_src must be an int"):

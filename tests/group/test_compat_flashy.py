@@ -36,7 +36,7 @@ def test_a_program_for_flashy_runs_without_torch_distributed() -> None:
 
 
 @ranks(2, 3)
-def test_what_was_wrong_in_flashy_and_its_ancestors_is_cured() -> None:
+def test_defects_of_flashy_and_its_ancestors_are_fixed() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     # float32 metrics: an epoch above 2**24 lost its last bit
     assert distrib.average_metrics({"epoch": 2**24 + 1}, count=3.0) == {"epoch": 2.0**24 + 1}

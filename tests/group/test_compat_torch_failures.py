@@ -184,7 +184,7 @@ def test_what_only_some_ranks_hear_of_they_can_catch_as_torchs_class() -> None:
 
 
 @ranks(1, 3)
-def test_a_list_that_does_not_serve_is_told_to_all_who_wait_for_it() -> None:
+def test_an_unusable_list_raises_on_every_rank_that_waits_for_it() -> None:
     rank, last = here().rank, here().world_size - 1
     size = last + 1
     short: Any = [None] * last if rank == last else [None] * size

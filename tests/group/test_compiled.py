@@ -129,7 +129,7 @@ def test_gradients_flow_through_what_was_compiled_around_a_call(backend: str) ->
 
 
 @ranks(2, deadline=COMPILE_DEADLINE_S)
-def test_who_forbids_graph_breaks_is_told_why_there_is_one() -> None:
+def test_fullgraph_raises_with_the_reason_for_the_graph_break() -> None:
     def step(x: torch.Tensor) -> torch.Tensor:
         objcomm.barrier()
         return x + 1

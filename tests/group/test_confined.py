@@ -74,7 +74,7 @@ NO_INTERFACE, NO_DESCRIPTORS = "no such interface", "no descriptors"
 
 @pytest.mark.parametrize("lacking", [NO_INTERFACE, NO_DESCRIPTORS])
 @ranks(3, environment=OVER_GLOO)
-def test_all_hear_at_once_why_a_rank_cannot_connect(lacking: str) -> None:
+def test_all_ranks_report_immediately_why_a_rank_cannot_connect(lacking: str) -> None:
     objcomm.barrier()
     group = dist.new_group([0, 1, 2])
     tell_all("the group is there", "")

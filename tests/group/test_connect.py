@@ -145,7 +145,9 @@ def test_where_one_rank_cannot_all_use_gloo_and_nothing_is_left(lacking: str, ra
 @pytest.mark.parametrize("lacking", LACKING)
 @pytest.mark.parametrize("rank", [0, 2, 3])
 @ranks(4)
-def test_so_it_is_where_ranks_connect_at_first_use(lacking: str, rank: int) -> None:
+def test_where_one_rank_cannot_all_use_gloo_connecting_at_first_use(
+    lacking: str, rank: int
+) -> None:
     with in_a_tree():
         check_that_all_use_gloo(lacking, rank)
 
@@ -153,7 +155,7 @@ def test_so_it_is_where_ranks_connect_at_first_use(lacking: str, rank: int) -> N
 @pytest.mark.parametrize("lacking", FAR_LACKING)
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @ranks(3)
-def test_so_it_is_between_hosts(lacking: str, rank: int) -> None:
+def test_where_one_rank_cannot_all_use_gloo_between_hosts(lacking: str, rank: int) -> None:
     with far_apart():
         check_that_all_use_gloo(lacking, rank, _TCP)
 
@@ -579,7 +581,7 @@ def test_rank_10_of_many_hosts_is_named_by_all_when_it_dies() -> None:
 
 
 @ranks(20, expect_dead={13}, deadline=300)
-def test_a_dead_rank_of_another_host_with_which_nobody_had_to_do_is_named() -> None:
+def test_a_dead_rank_of_another_host_that_no_rank_used_is_named() -> None:
     """Before the group's first use, and also by a rank that only polls."""
     with far_apart(), subgroup(*range(20)) as group:
         objcomm.barrier()  # torch's own connections exist as well
@@ -612,7 +614,7 @@ def _die_after_saying_it_to(others: int) -> Any:
 @pytest.mark.parametrize("others", [0, 1, 2])
 @pytest.mark.parametrize("connected", ["for the first time", "after a desync"])
 @ranks(3, 4, expect_dead={1})
-def test_all_name_the_rank_alone_that_dies_as_the_others_are_complete(
+def test_all_name_only_the_rank_that_dies_as_the_others_complete(
     others: int, connected: str
 ) -> None:
     """The others close their connections too, but must not be named."""

@@ -171,7 +171,7 @@ def test_rank_is_global_and_group_rank_counts_within_a_subgroup() -> None:
 
 @ranks(1, 2)
 @pytest.mark.parametrize("name", ["run_on_main", "main_process_only", "main_first", "zero_first"])
-def test_a_rank_that_there_is_not_is_refused_before_any_traffic(name: str) -> None:
+def test_a_rank_that_does_not_exist_is_refused_before_any_traffic(name: str) -> None:
     size = here().world_size
 
     def call(**named: Any) -> None:

@@ -168,7 +168,7 @@ def test_a_codec_that_takes_the_place_of_another_is_the_next_calls() -> None:
 
 
 @ranks(2)
-def test_whatever_a_users_codec_raises_is_told_as_a_codecs_error() -> None:
+def test_any_error_of_a_users_codec_is_raised_as_a_codec_error() -> None:
     with registered(Odd("odd encode"), Odd("odd decode")):
         with pytest.raises(CollectiveError, match="cannot add 1"):
             objcomm.all_gather(1, codec="odd encode")

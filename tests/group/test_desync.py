@@ -237,7 +237,7 @@ def test_ranks_in_different_groups_hear_of_it(*, is_first_use: bool) -> None:
 
 @pytest.mark.timed
 @ranks(2)
-def test_each_of_several_deadlocks_of_the_same_groups_is_told_as_soon_as_the_first() -> None:
+def test_repeated_deadlocks_of_the_same_groups_are_reported_as_fast_as_the_first() -> None:
     """A rank that has raised waits again shortly after that deadlock was reported."""
     with subgroup(0, 1) as one, subgroup(0, 1) as other:
         objcomm.barrier(group=one)
@@ -284,7 +284,7 @@ def test_ranks_that_wait_in_a_circle_of_groups_hear_of_it() -> None:
 
 
 @ranks(3)
-def test_a_rank_that_looks_when_a_circle_is_broken_hears_of_it_too() -> None:
+def test_a_rank_that_checks_after_a_deadlock_was_broken_raises_too() -> None:
     """The others have raised, and its group has no name yet through which to report the error."""
     with subgroup(0, 1) as a, subgroup(1, 2) as b, subgroup(0, 2) as c, closely(), patiently():
         if here().rank < 2:

@@ -192,7 +192,7 @@ def test_trees_on_the_device_are_combined_there_and_as_on_the_host() -> None:
 
 
 @ranks(2, 3)
-def test_who_has_no_room_on_the_device_says_so_before_others_wait_there() -> None:
+def test_a_rank_out_of_device_memory_fails_the_call_before_others_wait() -> None:
     rank, last = objcomm.rank(), objcomm.world_size() - 1
     tensor = torch.ones(20 * LARGE)
     with group_with_device_link() as (group, link), pytest.MonkeyPatch.context() as patch:

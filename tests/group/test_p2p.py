@@ -216,7 +216,7 @@ def test_a_loop_of_probes_sees_a_message_that_is_under_way() -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("nbytes", [60_000, 300_000, 700_000, 1_400_000])
-def test_a_rank_that_sends_on_and_on_hears_what_was_taken(nbytes: int) -> None:
+def test_a_rank_that_keeps_sending_learns_what_was_received(nbytes: int) -> None:
     """The sender may run ahead only as far as it knows what the receiver has taken."""
     for at in range(40):
         if here().rank == 0:

@@ -74,7 +74,7 @@ def await_the_end_of_all(group: dist.ProcessGroup) -> None:
 
 
 @ranks(2)
-def test_a_send_that_no_thread_can_carry_out_keeps_nobody_behind_it() -> None:
+def test_a_send_without_a_thread_does_not_block_later_sends() -> None:
     with pair_that_has_met() as group:
         if here().rank == 0:
             with no_new_threads("objcomm-pool"), pytest.raises(RuntimeError, match="new thread"):
@@ -87,7 +87,7 @@ def test_a_send_that_no_thread_can_carry_out_keeps_nobody_behind_it() -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("is_handed_over", [False, True])
-def test_a_send_that_is_interrupted_as_it_begins_keeps_nobody_behind_it(
+def test_a_send_interrupted_at_its_start_does_not_block_later_sends(
     *, is_handed_over: bool
 ) -> None:
     with pair_that_has_met() as group:
@@ -164,7 +164,7 @@ def test_a_receive_that_is_interrupted_as_it_begins_leaves_the_message(
 
 
 @ranks(2)
-def test_what_no_thread_can_take_in_ends_the_works_and_stays_for_the_next_receive() -> None:
+def test_a_message_that_no_thread_can_receive_fails_the_works_and_is_kept() -> None:
     with pair_that_has_met() as group:
         if here().rank == 0:
             with no_new_threads("objcomm-pool"):

@@ -65,7 +65,7 @@ def test_a_thousand_requests_share_a_few_threads() -> None:
 
 
 @ranks(2)
-def test_a_thousand_requests_of_tags_of_their_own_end_in_any_order() -> None:
+def test_a_thousand_requests_with_different_tags_complete_in_any_order() -> None:
     count = 1000
     with few_threads():
         receiving = {tag: objcomm.irecv(left(), tag=tag) for tag in range(count)}
@@ -116,7 +116,7 @@ def test_large_messages_without_number_are_taken_in_any_order() -> None:
 
 
 @ranks(2, environment=OVER_GLOO)
-def test_so_they_are_over_gloo() -> None:
+def test_large_messages_are_received_in_any_order_over_gloo() -> None:
     _large_in_reverse(60)
 
 
@@ -253,7 +253,7 @@ def test_a_block_that_fails_elsewhere_ends_all_of_its_receives() -> None:
 
 
 @ranks(2)
-def test_who_looks_after_a_thousand_waits_looks_at_one() -> None:
+def test_the_watchdog_reports_a_thousand_waits_as_one() -> None:
     world: Any = dist.group.WORLD
     told, board = watchdog._watchdogs.watchdog(), board_thread_of(world)  # noqa: SLF001  # what other ranks see
     before = len(told.snapshot(board, 1).lanes)  # those of groups that earlier tests used

@@ -20,7 +20,7 @@ from tests.workers import here
 
 @ranks(1, 2, 3)
 @pytest.mark.parametrize("is_any", [False, True])
-def test_what_was_taken_back_takes_no_message(*, is_any: bool) -> None:
+def test_a_cancelled_receive_takes_no_message(*, is_any: bool) -> None:
     src = None if is_any else left()
     first, second = objcomm.irecv(src), objcomm.irecv(src)
     assert first.cancel()
@@ -51,7 +51,7 @@ def test_a_subgroup_takes_back_its_own() -> None:
 
 
 @ranks(2)
-def test_what_a_message_has_met_goes_on() -> None:
+def test_a_matched_receive_cannot_be_cancelled() -> None:
     if here().rank == 0:
         work = objcomm.irecv(1, tag=5)
         hear("rank 1 has begun")
@@ -75,7 +75,7 @@ def test_sends_and_collectives_are_not_taken_back() -> None:
 
 
 @ranks(2)
-def test_nobody_is_told_that_it_was_never_waited_for_and_nothing_is_kept() -> None:
+def test_a_cancelled_receive_does_not_warn_and_is_released() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         work: Any = objcomm.irecv(left(), tag=9)

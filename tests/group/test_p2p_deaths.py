@@ -180,9 +180,7 @@ def _leave_regularly(*, is_destroyed: bool) -> None:
 
 @ranks(3, expect_dead=[1, 2])
 @pytest.mark.parametrize("is_destroyed", [False, True], ids=["abandoned", "destroyed"])
-def test_a_rank_whose_program_ends_is_missed_by_nobody_who_waits_for_any(
-    *, is_destroyed: bool
-) -> None:
+def test_a_receive_from_any_rank_ignores_a_rank_whose_program_ended(*, is_destroyed: bool) -> None:
     pids = [int(pid) for pid in tell_all("pid", str(os.getpid()))]
     if here().rank == 0:
         assert sorted(objcomm.recv() for _ in range(2)) == [1, 2]

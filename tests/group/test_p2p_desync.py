@@ -162,7 +162,7 @@ def test_a_circle_of_three(kind: str) -> None:
 
 
 @ranks(2)
-def test_two_that_have_no_name_for_their_meeting_yet_both_hear_of_a_circle() -> None:
+def test_two_ranks_that_are_still_connecting_both_raise_on_a_deadlock() -> None:
     """Rank 1 finds it and leaves before rank 0 looks, so no verdict can wait for rank 0."""
 
     def meet_later(

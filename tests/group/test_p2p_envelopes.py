@@ -83,7 +83,7 @@ def test_a_message_of_ones_own_has_no_length() -> None:
 
 
 @ranks(2)
-def test_who_sent_what_cannot_be_rebuilt_is_told_all_the_same() -> None:
+def test_the_envelope_is_set_even_if_the_object_cannot_be_rebuilt() -> None:
     if here().rank == 0:
         objcomm.send(RefusesToArrive(1), 1, tag=4)
         error_in(CollectiveError, lambda: objcomm.send(RefusesToPickle(ValueError("no")), 1, tag=5))

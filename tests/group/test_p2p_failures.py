@@ -256,7 +256,7 @@ def test_an_interrupted_send_of_something_large_is_told(call: str) -> None:
 
 
 @ranks(2, disposable=True)
-def test_who_is_interrupted_has_closed_its_connections_however_slow_another_thread_is() -> None:
+def test_an_interrupted_rank_closes_its_connections_even_if_another_thread_is_slow() -> None:
     """The thread that asks the store closes them too; the caller does not wait long for it."""
     assert_pair_works()
     if here().rank == 0:

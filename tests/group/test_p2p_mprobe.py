@@ -168,7 +168,7 @@ def test_options_are_those_of_a_receive() -> None:
 
 
 @ranks(2, environment=OVER_GLOO)
-def test_so_it_is_over_gloo_and_with_a_key() -> None:
+def test_matched_probes_work_over_gloo_and_with_a_key() -> None:
     with objcomm.configure(key="a key of more than sixteen bytes"), subgroup(0, 1) as group:
         works = [objcomm.issend(obj, right(), tag=len(obj), group=group) for obj in OBJECTS]
         for obj in reversed(OBJECTS):
@@ -226,7 +226,7 @@ def test_ssend_of_a_rank_to_itself_ends_when_a_thread_receives_what_it_has_found
 
 
 @ranks(2)
-def test_one_who_never_receives_lets_the_senders_limit_pass() -> None:
+def test_ssend_times_out_if_the_found_message_is_never_received() -> None:
     assert_pair_works()
     if here().rank == 0:
         # Long enough for the message to be sent.

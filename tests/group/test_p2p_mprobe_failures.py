@@ -62,7 +62,7 @@ def test_what_nobody_refers_to_goes_back_to_its_place(obj: Any) -> None:
 
 
 @ranks(2)
-def test_what_nobody_refers_to_wakes_who_waits() -> None:
+def test_a_dropped_message_wakes_a_waiting_receive() -> None:
     if here().rank == 0:
         found: Any = objcomm.mprobe(1)
         work = objcomm.irecv(1)

@@ -94,7 +94,7 @@ def test_a_key_can_hold_in_a_block() -> None:
 
 
 @ranks(2, disposable=True)
-def test_another_key_is_no_key() -> None:
+def test_ranks_with_different_keys_cannot_exchange_messages() -> None:
     objcomm.configure(key=f"rank {here().rank} has this key alone", everywhere=True)
     with pytest.raises(objcomm.ObjcommError):
         swap("not believed", timeout=10.0)

@@ -47,7 +47,9 @@ POLLS: dict[str, Callable[[], Any]] = {
 @ranks(2)
 @pytest.mark.parametrize("have_met", [False, True])
 @pytest.mark.parametrize("kind", POLLS)
-def test_who_polls_is_in_no_circle_with_who_waits_for_him(kind: str, *, have_met: bool) -> None:
+def test_a_polling_rank_does_not_deadlock_with_a_rank_that_waits_for_it(
+    kind: str, *, have_met: bool
+) -> None:
     objcomm.barrier()
     if have_met or kind == "sendrecv":
         assert_pair_works()
@@ -99,7 +101,7 @@ def test_a_send_with_a_limit_of_its_own_is_in_no_circle() -> None:
 
 
 @ranks(2)
-def test_a_wait_without_a_limit_is_found_where_who_polled_waits_at_last() -> None:
+def test_a_deadlock_is_found_once_a_polling_rank_waits_without_a_timeout() -> None:
     objcomm.barrier()
     if here().rank == 0:
         with closely(), patiently():
@@ -188,7 +190,7 @@ ERRORS: dict[str, Callable[[], None]] = {
 
 @ranks(2)
 @pytest.mark.parametrize("kind", ERRORS)
-def test_what_has_arrived_outlives_what_the_two_ranks_outlive(kind: str) -> None:
+def test_arrived_messages_survive_recoverable_errors(kind: str) -> None:
     assert_pair_works()
     if here().rank == 1:
         for number in range(3):
@@ -237,7 +239,7 @@ def _iprobe() -> Any:
 
 
 @ranks(2)
-def test_what_was_here_but_not_taken_in_when_the_connection_ended_keeps_its_place() -> None:
+def test_undelivered_messages_keep_their_order_after_the_connection_ends() -> None:
     assert_pair_works()
     if here().rank == 1:
         for text in ("first", "second"):
@@ -301,7 +303,7 @@ def test_a_short_limit_tells_what_is_known_here() -> None:
 
 
 @ranks(2)
-def test_a_short_limit_is_not_for_what_has_begun_to_come() -> None:
+def test_a_short_timeout_does_not_cut_off_a_message_that_is_arriving() -> None:
     """Rank 1 is stopped once its message's header has arrived, and resumed after the timeout."""
     pids = objcomm.all_gather(os.getpid())
     if here().rank == 0:

@@ -62,7 +62,7 @@ def test_it_ends_when_its_message_is_received(obj: Any) -> None:
 
 
 @ranks(2, environment=OVER_GLOO)
-def test_so_it_does_over_gloo() -> None:
+def test_ssend_completes_when_its_message_is_received_over_gloo() -> None:
     _ends_when_received("small")
 
 

@@ -130,7 +130,7 @@ def test_neither_what_was_sent_nor_what_arrived_is_kept() -> None:
 
 
 @ranks(2, joined=False)
-def test_a_farewell_is_told_though_its_world_is_no_more() -> None:
+def test_a_farewell_is_sent_after_its_world_is_destroyed() -> None:
     """On a busy machine, the farewell may come long after the group is destroyed."""
     rank, other = here().rank, 1 - here().rank
     own = loopback_store() if rank == 0 else None

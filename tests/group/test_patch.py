@@ -218,7 +218,7 @@ def test_a_group_that_torch_made_for_itself_is_torchs_beside_a_world() -> None:
 
 
 @ranks(2)
-def test_what_is_no_group_stays_torchs_to_refuse() -> None:
+def test_torch_refuses_what_is_not_a_group() -> None:
     given: Any = "a group"
     with (
         patch(),

@@ -116,7 +116,7 @@ def test_who_polls_for_a_first_message_hears_of_its_senders_end(
 
 
 @ranks(3, expect_dead=[1, 2])
-def test_who_polls_for_any_rank_is_served_by_those_who_are_left() -> None:
+def test_polling_for_any_rank_finds_messages_of_the_remaining_ranks() -> None:
     objcomm.barrier()
     if here().rank == 1:
         hear("rank 0 polls")
@@ -143,7 +143,7 @@ def test_who_polls_for_any_rank_is_served_by_those_who_are_left() -> None:
 
 @ranks(3)
 @pytest.mark.parametrize("kind", POLLS)
-def test_who_polls_in_a_block_hears_that_it_has_failed_elsewhere(kind: str) -> None:
+def test_polling_in_a_block_raises_when_another_rank_fails(kind: str) -> None:
     """Ranks 0 and 2 poll each other, so no connection to rank 1 reports the failure.
 
     They use a separate group because they may connect while the block fails, and one of them may

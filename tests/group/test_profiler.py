@@ -141,7 +141,7 @@ def test_a_call_may_begin_before_and_end_after_a_profiler_looks() -> None:
 
 
 @ranks(2)
-def test_nothing_is_made_where_nobody_looks() -> None:
+def test_spans_are_shared_without_a_profiler() -> None:
     assert span("a") is span("b")
     with looking():
         assert span("a") is not span("b")

@@ -89,7 +89,7 @@ def test_a_dump_tells_the_last_calls() -> None:
 
 
 @ranks(3, disposable=True)
-def test_the_calls_that_scatter_scan_and_divide_are_told() -> None:
+def test_calls_that_scatter_scan_and_split_are_recorded() -> None:
     each = list(range(here().world_size))
     objcomm.all_to_all(each)
     objcomm.reduce_scatter(each, "sum")
@@ -271,7 +271,7 @@ def test_a_desync_is_written_once_by_every_rank() -> None:
 
 
 @ranks(2, expect_dead=[1])
-def test_a_death_is_written_by_who_lives() -> None:
+def test_surviving_ranks_record_a_death() -> None:
     objcomm.barrier()
     if here().rank == 1:
         os._exit(0)

@@ -80,7 +80,7 @@ class _Refuses:
 
 @ranks(2)
 @pytest.mark.parametrize("name", CALLS)
-def test_the_users_line_stands_in_every_failure_and_no_frame_of_objcomm(name: str) -> None:
+def test_every_failure_shows_the_users_line_and_no_objcomm_frame(name: str) -> None:
     objcomm.barrier()
     with pytest.raises(objcomm.ObjcommError) as caught:
         CALLS[name]()

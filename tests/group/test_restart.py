@@ -84,7 +84,7 @@ def test_the_last_figures_outlive_the_group() -> None:
 
 
 @solo(environment={"RANK": "0", "WORLD_SIZE": "2"})
-def test_without_any_figures_the_promise_of_other_ranks_is_told() -> None:
+def test_without_statistics_the_error_names_the_missing_ranks() -> None:
     for call in (objcomm.stats, objcomm.reset_stats):
         with pytest.raises(UsageError, match="says that there are other ranks"):
             call()

@@ -44,7 +44,7 @@ def sent(obj: Any, op: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("op", ["sum", "mean", "any"])
 @ranks(2, 3)
-def test_results_are_those_of_what_is_sent_to_the_bit(op: Any) -> None:
+def test_shared_memory_gives_bitwise_the_same_results_as_sending(op: Any) -> None:
     mine = tree(here().rank)
     want = sent(mine, op, dst=1)
     with mock.patch.object(

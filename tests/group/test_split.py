@@ -148,7 +148,7 @@ def test_the_same_division_costs_one_exchange() -> None:
 
 @ranks(3)
 @pytest.mark.parametrize("destroyer", [None, 0, 2])
-def test_a_group_that_a_rank_has_destroyed_is_made_anew(destroyer: int | None) -> None:
+def test_a_destroyed_group_is_created_again(destroyer: int | None) -> None:
     rank = here().rank
     first = objcomm.split(0)
     assert_group_works(first)

@@ -139,7 +139,7 @@ def test_the_others_are_told_that_a_rank_is_in_split_while_it_connects() -> None
 
 
 @ranks(2)
-def test_what_is_no_colour_or_key_is_refused_before_any_traffic() -> None:
+def test_invalid_colors_and_keys_are_refused_before_any_traffic() -> None:
     objcomm.barrier()
     before = objcomm.stats()
     color: Any

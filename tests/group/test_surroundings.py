@@ -197,7 +197,7 @@ class Caller(Dataset[tuple[str, str]]):
 
 @ranks(2, disposable=True)
 @pytest.mark.parametrize("how", ["fork", "spawn"])
-def test_a_worker_that_calls_is_told_whose_it_is_and_that_it_is_no_rank(how: str) -> None:
+def test_a_call_in_a_worker_raises_an_error_that_names_its_rank(how: str) -> None:
     assert_group_works()
     own = here().rank
     place = {"RANK": str(own), "WORLD_SIZE": "2"}  # a launcher sets this for a rank's processes

@@ -220,7 +220,7 @@ def check_sums_of_halves(dtype: torch.dtype, numel: int) -> None:
 
 @ranks(2, 3)
 @pytest.mark.parametrize("numel", [5, 400_000])
-def test_dtype_says_in_what_to_add_up(numel: int) -> None:
+def test_dtype_sets_the_type_of_the_accumulator(numel: int) -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     mine = torch.full((numel,), 2.0**24 if rank == 0 else 1.0)
     got = objcomm.all_reduce({"w": mine, "n": torch.tensor(3)}, "sum", dtype=torch.float64)

@@ -220,7 +220,7 @@ def test_a_leaf_that_a_rank_lacks_is_held_to_its_limit() -> None:
 
 
 @ranks(2, 3)
-def test_who_has_no_room_for_a_result_fails_like_any_other() -> None:
+def test_a_rank_without_memory_for_the_result_fails_every_rank() -> None:
     rank, last = here().rank, objcomm.world_size() - 1
     tensor = torch.ones(LARGE)
     with pytest.MonkeyPatch.context() as patch:

@@ -81,7 +81,7 @@ def test_a_wrong_argument_is_named_with_its_call_and_what_is_accepted() -> None:
 
 
 @ranks(2)
-def test_what_only_looks_names_its_call_too() -> None:
+def test_errors_of_calls_without_traffic_name_the_call() -> None:
     calls: dict[str, Any] = {
         "stats": objcomm.stats,
         "reset_stats": objcomm.reset_stats,
