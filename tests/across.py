@@ -1,7 +1,8 @@
 """What a rank does in ``tests/test_hosts.py``: ``python -m tests.across SCENARIO FOLDER``.
 
-Ranks and the test meet in a folder that all hosts share: a rank says that it has reached a point,
-and waits until the test lets it go on. What each step gave, an error included, is pickled there.
+Ranks and the test synchronize through a folder that all hosts share: a rank reports that it has
+reached a point, and waits until the test lets it continue. The result or error of each step is
+pickled there.
 """
 
 import faulthandler
@@ -19,37 +20,37 @@ import torch.distributed as dist
 
 import objcomm
 
-#: Seconds after which a rank shows its stacks and ends.
+#: Seconds after which a rank dumps its stacks and exits.
 DEADLINE_S = 280.0
-#: For how long a host may be out of reach.
+#: How long a host may be unreachable.
 LOST_AFTER_S = 6.0
-#: The limit of a first use that some ranks can't come to. They are told within another second, and
-#: on a busy machine, too, the cable is mended before the world's connections end.
+#: Timeout of a first use that some ranks can't join. They learn of it within another second, so the
+#: cable is back before the world's connections end, even on a busy machine.
 FIRST_USE_S = 1.5
-#: The limit of a call of two hosts whose packets are lost: half of it is for connecting.
+#: Timeout of a call between two hosts whose packets are lost: half of it is for connecting.
 DROPPED_S = 20.0
-#: For how long a host is away that is back soon; may be longer by the same reason.
+#: How long a host that soon returns is away; may be longer for the same reason.
 AWAY_S = 1.0
 LARGE_NBYTES = 32 << 20
 _PAUSE_S = 0.01
 
 
 def array() -> np.ndarray[Any, Any]:
-    """What is broadcast."""
+    """Return the array that is broadcast."""
     return np.arange(LARGE_NBYTES // 8, dtype=np.int64)
 
 
 def same(found: Any) -> bool:
-    """Whether it arrived exactly."""
+    """Return whether the array arrived unchanged."""
     return bool((found == array()).all())
 
 
 class Steps:
-    """One rank's way through a scenario.
+    """The steps of one rank in a scenario.
 
     Attributes:
         given: what each step returned or raised.
-        seconds: how long it took.
+        seconds: duration of each step.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,23 +59,23 @@ class Steps:
         self.seconds: dict[str, float] = {}
 
     def reach(self, point: str) -> None:
-        """Wait until the test says that all may go on."""
+        """Wait until the test lets all ranks continue."""
         (self._folder / f"{point}.{objcomm.rank()}").touch()
         while not (self._folder / point).exists():
             time.sleep(_PAUSE_S)
 
     def await_step_of(self, rank: int, name: str) -> None:
-        """Wait until another rank of this host has taken a step."""
+        """Wait until another rank of this host has finished a step."""
         place = self._folder / f"result.{rank}"
         while name not in pickle.loads(place.read_bytes())[0]:  # noqa: S301  # our own
             time.sleep(_PAUSE_S)
 
     def step(self, name: str, call: Callable[[], Any]) -> None:
-        """Keep what a call gives."""
+        """Record the result of a call."""
         began = time.monotonic()
         try:
             self.given[name] = call()
-        except Exception as error:  # noqa: BLE001  # which one, the test judges
+        except Exception as error:  # noqa: BLE001  # the test checks which one
             self.given[name] = error
         self.seconds[name] = time.monotonic() - began
         place = self._folder / f"result.{objcomm.rank()}"
@@ -84,7 +85,7 @@ class Steps:
 
 
 def calls(steps: Steps) -> None:
-    """Each kind of call, where every rank can reach every other."""
+    """Make each kind of call while every rank can reach every other."""
     rank, size, step = objcomm.rank(), objcomm.world_size(), steps.step
     step("host", lambda: objcomm.all_gather(platform.node()))
     step("config", lambda: objcomm.broadcast({"lr": 0.1} if rank == 0 else None))
@@ -110,7 +111,7 @@ def calls(steps: Steps) -> None:
 
 
 def _in_order(steps: Steps) -> bool:
-    """Whether the first rank of this host was there before this one."""
+    """Return whether the first rank of this host got here before this one."""
     mark = steps._folder / f"unpacked-{platform.node()}"  # noqa: SLF001  # a folder for all
     with objcomm.node_first():
         was_there = mark.exists()
@@ -137,7 +138,7 @@ def _fail_on_the_last() -> None:
 
 
 def outages(steps: Steps) -> None:
-    """What is seen of a host whose cable is pulled, at other moments."""
+    """Record what the ranks see when a host's cable is pulled, at different moments."""
     is_first, step = objcomm.is_main(), steps.step
     large = array() if is_first else None
 
@@ -163,7 +164,7 @@ def outages(steps: Steps) -> None:
     group = dist.new_group()
     step("computing: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))
     steps.reach("computing")
-    if objcomm.rank() == 1:  # it computes, for as long as rank 0 has not heard
+    if objcomm.rank() == 1:  # it computes until rank 0 has heard
         steps.await_step_of(0, "computing")
     step("computing", lambda: objcomm.barrier(group=group))
     steps.reach("computed")
@@ -174,8 +175,8 @@ def outages(steps: Steps) -> None:
     step("sending", lambda: type(objcomm.broadcast(large, group=group, confirm=True)))
     steps.reach("sent")
 
-    # The default of a minute: the system asks ever more seldom, so that on a busy machine, where
-    # the cable is away for some seconds more, a limit of 6 s may pass without a question.
+    # Not the default of a minute: the system retries less and less often, so on a busy machine,
+    # where the cable is unplugged for some seconds longer, a limit of 6 s may pass without a retry.
     objcomm.configure(lost_after=60.0, everywhere=True)
     group = dist.new_group()
     step("mended: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))
@@ -186,7 +187,7 @@ def outages(steps: Steps) -> None:
 
 
 def parted(steps: Steps) -> None:
-    """Two hosts can't reach each other, though both reach all others."""
+    """Record what happens while two hosts can't reach each other, though both reach all others."""
     step = steps.step
     group = dist.new_group()
     step("parted: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))
@@ -207,7 +208,7 @@ def parted(steps: Steps) -> None:
 
     group = dist.new_group()
     steps.reach("dropped")
-    with objcomm.configure(transport="streams"):  # Gloo would try for as long again
+    with objcomm.configure(transport="streams"):  # Gloo would try for the same time again
         step("dropped", lambda: objcomm.all_gather(1, group=group, timeout=DROPPED_S))
     steps.reach("carried")
     group = dist.new_group()

@@ -1,7 +1,7 @@
 """What ranks do in ``tests/test_strangers.py``: ``python -m tests.besieged FOLDER TURNS AT_ONCE``.
 
-They make groups, use each, and keep by what they were connected, and how many strangers they sent
-away. With a small ``AT_ONCE`` their doors stay open while they use a group.
+They create groups, use each, and record which transport connected them and how many strangers they
+refused. With a small ``AT_ONCE`` their listeners stay open while they use a group.
 """
 
 import json
@@ -21,10 +21,10 @@ _FILES_MAX = 256
 
 
 def _turn(*, is_open: bool) -> tuple[str, int]:
-    """What has connected a new group, and how many connections it has refused.
+    """Return which transport connected a new group, and how many connections it has refused.
 
     Args:
-        is_open: whether its doors stay open, so that strangers can be waited for.
+        is_open: whether its listeners stay open, so that the rank can wait for strangers.
     """
     group = dist.new_group()
     try:
@@ -45,7 +45,6 @@ def _turn(*, is_open: bool) -> tuple[str, int]:
 
 
 def main() -> None:
-    """See the module."""
     folder, turns, at_once = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_FILES_MAX, most))

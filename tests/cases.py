@@ -1,4 +1,4 @@
-"""Many cases in one test on ranks: whatever one of them raises says which it was."""
+"""Many cases in one test on ranks: an exception names the case that raised it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ __all__ = ["case"]
 
 @contextlib.contextmanager
 def case(*names: object) -> Iterator[None]:
-    """Note the case in what the block raises."""
+    """Add the case to any exception that the block raises."""
     try:
         yield
-    except BaseException as error:  # pytest's own are no Exceptions
+    except BaseException as error:  # pytest's own do not derive from Exception
         error.add_note(f"in the case {', '.join(map(str, names))}")
         raise

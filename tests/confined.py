@@ -1,4 +1,4 @@
-"""Takes something from this process that a system may refuse: calls of the kernel, descriptors."""
+"""Deny this process what a system may refuse: system calls and file descriptors."""
 
 import ctypes
 import os
@@ -13,19 +13,19 @@ _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _ALLOW, _FAIL = 0x7FFF0000, 0x00050000
 _MACHINE = os.uname().machine
 
-#: The kernel's numbers.
+#: System call numbers.
 MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}[_MACHINE]
 
 
 def refuse(number: int, errno: int) -> None:
-    """Have the kernel refuse a call to this thread, as a sandbox does, for good.
+    """Make the kernel refuse a system call in this thread for good, as a sandbox does.
 
     Args:
-        number: the call's.
-        errno: why.
+        number: the number of the system call.
+        errno: the error that it fails with.
     """
     steps = [
-        (_LOAD_WORD, 0, 0, 0),  # the call's number
+        (_LOAD_WORD, 0, 0, 0),  # the number of the system call
         (_JUMP_IF_EQUAL, 0, 1, number),
         (_RETURN, 0, 0, _FAIL | errno),
         (_RETURN, 0, 0, _ALLOW),
@@ -40,7 +40,7 @@ def refuse(number: int, errno: int) -> None:
 
 @contextmanager
 def no_descriptors(left: int = 0) -> Iterator[None]:
-    """A block in which this process can open so many files more, and then none."""
+    """Let this process open only ``left`` more files in the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fillers: list[int] = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 1024), hard))

@@ -10,8 +10,8 @@ import cloudpickle
 import hypothesis
 import pytest
 
-# torch's TCPStore looks up the name of each client that connects, and where a resolver loses a
-# query that takes 5 s, as often as it is asked; so it takes 1 s. Processes inherit this.
+# torch's TCPStore resolves the name of each client that connects. A resolver that loses the query
+# takes 5 s each time; this makes it 1 s. Child processes inherit it.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from objcomm._transport.store import loopback_store
@@ -19,8 +19,8 @@ from tests import EXPLAINED
 
 pytest_plugins = ["tests.second_tries"]
 
-# By default an example that takes 200 ms fails: here the clock decides nothing. The examples are
-# the same in each run; what looks for new ones is ``tests.fuzz``.
+# By default an example that takes 200 ms fails; here time decides nothing. The examples are the
+# same in each run; ``tests.fuzz`` looks for new ones.
 hypothesis.settings.register_profile(
     "suite",
     deadline=None,
@@ -33,33 +33,33 @@ hypothesis.settings.load_profile("suite")
 pytest.register_assert_rewrite(*EXPLAINED)
 
 from tests.leftovers import OPTION, VARIABLE, Leftovers  # noqa: E402  # the same
-from tests.ranks import close_pools  # noqa: E402  # what it imports is to be rewritten
+from tests.ranks import close_pools  # noqa: E402  # pytest is to rewrite what it imports
 
-# Tests on ranks have deadlines of their own; this one is for a hang of pytest's own process.
+# Tests on ranks have their own deadlines; this one is for a hang of pytest's own process.
 _DEADLINE_S = 1800.0
 _STDERR = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Offer a run that looks for what tests leave behind."""
+    """Add the option that reports what tests leave behind."""
     parser.addoption(OPTION, action="store_true", help="fail tests that leave something behind")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the real stderr, which each test finds captured."""
+    """Keep the real stderr, because each test sees a captured one."""
     config.stash[_STDERR] = os.dup(2)
     if config.getoption(OPTION):
         os.environ[VARIABLE] = "1"
-        loopback_store()  # the first of torch's stores in a process leaves it a pipe
+        loopback_store()  # the first store of torch in a process leaves a pipe open
 
 
-@pytest.hookimpl(trylast=True)  # when those are gone that were not asked for
+@pytest.hookimpl(trylast=True)  # after deselected tests are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what lasts, and spread the faults, whose ranks wait more than they compute.
+    """Start with the longest tests, and spread the faults, whose ranks wait more than they compute.
 
-    A random order keeps the tests of a module together; faults would leave the processors idle for
-    a minute. Each process begins with an equal part of the list, so those that last, one after the
-    other, stand where such parts begin. Else each order stays as it was.
+    A random order keeps the tests of a module together, and the faults would leave the processors
+    idle for a minute. Each process starts with an equal part of the list, so the longest tests are
+    placed where these parts begin. Otherwise the order is unchanged.
     """
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     lasting = [item for item in items if item.get_closest_marker("lasting")]
@@ -82,28 +82,28 @@ def _deadline(pytestconfig: pytest.Config) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With ``--leftovers``, fail what leaves something in pytest's own process.
+    """With ``--leftovers``, fail a test that leaves something in pytest's own process.
 
-    What runs on ranks is looked at there; here it may have begun a pool.
+    Leftovers on ranks are checked there; here the test may have started a pool.
     """
     is_here = not hasattr(request.function, "body")
     before = Leftovers() if is_here and request.config.getoption(OPTION) else None
     yield
     if before:
-        request.node.funcargs.clear()  # what else is torn down first is held by these
+        request.node.funcargs.clear()  # fixture values hold what is torn down before this
     found = before.find() if before else []
     assert not found, "this was left:\n" + "\n".join(found)
 
 
 @pytest.fixture(params=["pickle", "msgpack"])
 def codec(request: pytest.FixtureRequest) -> str:
-    """The name of each codec in turn."""
+    """Return the name of each codec, one after the other."""
     return str(request.param)
 
 
 @pytest.fixture
 def constant_file_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever cloudpickle is installed, it names files as it does since 3.1.3."""
+    """Name files as cloudpickle does since 3.1.3, whichever version is installed."""
     rules = cloudpickle.Pickler.dispatch_table.maps[0]
     parts_of = rules[CodeType]
 
@@ -115,7 +115,7 @@ def constant_file_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _pools_end_when_asked() -> Iterator[None]:
-    """After all tests every worker must end by itself: no thread or socket may hold it."""
+    """Check after all tests that every worker exits when asked: no thread or socket blocks it."""
     yield
     stubborn = close_pools()
     assert not stubborn, f"had to be killed: {', '.join(stubborn)}"

@@ -1,4 +1,4 @@
-"""What every implementation of an interface must do, as functions that take a factory."""
+"""Contracts of the interfaces, as functions that take a factory of an implementation."""
 
 import contextlib
 import math
@@ -38,12 +38,12 @@ from tests.waits import PATIENCE_S, wait_until
 
 
 def check_codec(make: Callable[[], Codec], values: Callable[[], list[Any]], refused: Any) -> None:
-    """Hold a codec against `objcomm._codecs.base.Codec`.
+    """Check a codec against `objcomm._codecs.base.Codec`.
 
     Args:
-        make: gives the codec.
-        values: gives objects that it carries, new ones on each call.
-        refused: an object that it refuses.
+        make: returns the codec.
+        values: returns objects that the codec can encode, new ones on each call.
+        refused: an object that the codec refuses.
     """
     codec = make()
     assert isinstance(codec, Codec)
@@ -63,7 +63,7 @@ def check_codec(make: Callable[[], Codec], values: Callable[[], list[Any]], refu
 
 
 def _carried(codec: Codec, value: Any) -> Any:
-    """What arrives on a receiver that has memory of its own for each buffer."""
+    """Return what a receiver decodes, with separate memory for each buffer."""
     return objcomm.from_tensor(objcomm.to_tensor(value, codec=codec.name))
 
 
@@ -78,7 +78,7 @@ def _check_splitting(codec: Codec, values: list[Any]) -> None:
 
 
 def _check_damage(codec: Codec, values: list[Any]) -> None:
-    """Decoding what was cut short fails as a DecodeError, or gives some value; nothing else."""
+    """Check that truncated bytes raise a DecodeError or decode to some value, and nothing else."""
     for value in values:
         meta = bytes(codec.encode(value).meta)
         for length in range(0, len(meta), 1 + len(meta) // 50):
@@ -97,15 +97,15 @@ def _check_threads(codec: Codec, values: Callable[[], list[Any]]) -> None:
         list(pool.map(carry_all, range(8)))
 
 
-# Longer than a test may take: a wait that only the limit ends fails the test.
+# Longer than a test may take: a wait that ends only by the limit fails the test.
 _LIMIT = timedelta(seconds=100)
 
-# Where links may change how they carry a message: nothing, one byte, the last byte apart, a page, a
-# first message, a system's buffers, pieces of reductions and payloads.
+# Sizes at which links may change how they carry a message: nothing, one byte, the last byte
+# separate, a page, a first message, system buffers, pieces of reductions and payloads.
 _BOUNDARIES = (0, 1, 2, 4096, WINDOW_NBYTES, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 
-_LARGE_NBYTES = 20_000_000  # more than any buffer of the system's
-_HUGE_NBYTES = 256 << 20  # so much takes long enough for a process to be killed meanwhile
+_LARGE_NBYTES = 20_000_000  # more than any system buffer
+_HUGE_NBYTES = 256 << 20  # takes long enough for a process to be killed meanwhile
 _MOMENT_SECONDS = 0.1
 
 
@@ -126,15 +126,15 @@ def check_link(
     size: int,
     death: Death | None = None,
 ) -> None:
-    """Hold a link against `objcomm._transport.link.Connections`; every rank calls this.
+    """Check a link against `objcomm._transport.link.Connections`; every rank calls this.
 
     Args:
-        make: gives this rank a new link to the other ranks of a tuple, all of which call it.
+        make: creates this rank's link to the other ranks of a tuple, all of which call it.
         rank: this one.
-        size: number of ranks, two at least.
-        death: what is held then is only what follows when the process of rank 1 is killed at this
-            step: rank 0 hears of it, and the others' connections stand. A link keeps the contract
-            that passes without, and with each; links within one process have no such deaths.
+        size: number of ranks, at least two.
+        death: if given, check only what follows when the process of rank 1 is killed at this step:
+            rank 0 notices, and the connections of the others stay open. A link must pass without
+            it, and with each value; links within one process have no such deaths.
     """
     everybody = tuple(range(size))
     others = [peer for peer in everybody if peer != rank]
@@ -159,13 +159,13 @@ def check_link(
         others.remove(1)
         wait_until(lambda: link.is_closed(1), "its end on a connection that was used before")
         assert list(link.closed()) == [1]
-        _meet(link, others)  # these stand
+        _meet(link, others)  # these connections stay open
         assert list(link.closed_by()).count(1) == 1
     link.abort()
 
 
 def is_over(link: Link, pending: Pending) -> bool:
-    """Whether a transfer has ended well for which nobody has waited; counts as the one wait."""
+    """Return whether a transfer nobody has waited for succeeded; counts as its one wait."""
     link.move()
     try:
         link.wait(pending, timedelta(milliseconds=1))
@@ -189,7 +189,7 @@ def _check_facts(link: Connections, rank: int, size: int) -> None:
 
 
 def _check_order(link: Link, others: list[int]) -> None:
-    """What a peer sends with one tag arrives in order; a receive may be longer than a message."""
+    """Messages of a peer with one tag arrive in order; a receive may be longer than a message."""
     lengths, tag = (100, 1, WINDOW_NBYTES, 2), head_tag(0)
     sent = [
         link.send(_filled(link.rank, length), peer, tag) for length in lengths for peer in others
@@ -205,7 +205,7 @@ def _check_order(link: Link, others: list[int]) -> None:
 
 
 def _check_tags(link: Link, others: list[int]) -> None:
-    """A message with one tag does not wait for one with another that was posted before."""
+    """A message does not wait for an earlier one with another tag."""
     early, late = payload_tag(0, 6), receipt_tag(0, 6)
     for peer in others:
         rooms = torch.zeros(2, 1, dtype=torch.uint8)
@@ -213,7 +213,7 @@ def _check_tags(link: Link, others: list[int]) -> None:
         sent = [link.send(_filled(link.rank, 1), peer, late)]
         link.wait(pending[1], _LIMIT)
         assert rooms.tolist() == [[0], [peer + 1]]
-        _meet(link, [peer])  # its first one comes later still
+        _meet(link, [peer])  # its first message arrives even later
         sent.append(link.send(_filled(link.rank, 1), peer, early))
         link.wait(pending[0], _LIMIT)
         assert rooms.tolist() == [[peer + 1], [peer + 1]]
@@ -221,7 +221,7 @@ def _check_tags(link: Link, others: list[int]) -> None:
 
 
 def _check_sizes(link: Link, others: list[int]) -> None:
-    """Any number of bytes arrives as it was, also where there was room for more."""
+    """Any number of bytes arrives unchanged, also in a larger buffer."""
     lengths = sorted({each + more for each in _BOUNDARIES for more in (-1, 0, 1)} - {-1})
     for length in lengths:
         for spare in (0, 3):
@@ -240,11 +240,11 @@ def _check_sizes(link: Link, others: list[int]) -> None:
 
 
 def _check_early_messages(link: Link, others: list[int]) -> None:
-    """A message waits until somebody asks for it, whatever its size, and holds nobody up."""
+    """A message of any size waits until it is received, and delays no other."""
     tag, lengths = payload_tag(0, 2), (1, WINDOW_NBYTES, _LARGE_NBYTES, 1)
     flats = [_counting(link.rank + number, length) for number, length in enumerate(lengths)]
     sent = [link.send(flat, peer, tag) for peer in others for flat in flats]
-    _meet(link, others)  # all have begun to send, and may send more
+    _meet(link, others)  # all have started sending, and may send more
     time.sleep(_MOMENT_SECONDS)
     for number, length in enumerate(lengths):
         for peer in others:
@@ -255,7 +255,7 @@ def _check_early_messages(link: Link, others: list[int]) -> None:
 
 
 def _check_lanes(link: Link, others: list[int]) -> None:
-    """Two threads that talk on two lanes at the same time do not meet."""
+    """Two threads that talk on two lanes at the same time do not interfere."""
 
     def talk(lane: int) -> None:
         for turn in range(30):
@@ -280,23 +280,23 @@ def _check_lanes(link: Link, others: list[int]) -> None:
 
 
 def _check_taking(link: Link, ending: Connections, others: list[int]) -> None:
-    """First messages are taken in order; one that is late may be taken later, and after the end.
+    """First messages are taken in order; a late one may be taken later, and after the end.
 
     Args:
-        link: stands.
-        ending: is closed by rank 0.
+        link: stays open.
+        ending: rank 0 closes it.
         others: the other ranks.
     """
     tag = head_tag(5)
     ending.expect(others, tag)
     if ending.rank == 0:
-        for peer in others if ending.is_interruptible else ():  # others may close by it
+        for peer in others if ending.is_interruptible else ():  # others may close because of it
             with pytest.raises(LinkTimeout):
                 ending.take(peer, head_tag(6), time.monotonic() + _MOMENT_SECONDS)
         sent = [ending.send(bytes([each]) * 100, peer, tag) for peer in others for each in range(3)]
         told = [ending.take(peer, tag, math.inf)[0] for peer in others]
         assert told == [peer + 1 for peer in others]
-        _meet(link, others)  # the others may have taken one, but not all
+        _meet(link, others)  # the others may have taken one message, but not all
         ending.abort()
         del sent
     else:
@@ -304,7 +304,7 @@ def _check_taking(link: Link, ending: Connections, others: list[int]) -> None:
         _wait_for_all(ending, [ending.send(bytes([ending.rank + 1]), 0, tag)])
         _meet(link, others)
         if not ending.is_interruptible:
-            ending.abort()  # Gloo keeps what was not asked for at its sender
+            ending.abort()  # Gloo keeps unrequested messages at their sender
             return
         assert ending.take(0, tag, math.inf)[:100] == bytes([1]) * 100
         wait_until(lambda: ending.is_closed(0), "the end")
@@ -319,13 +319,14 @@ def _check_taking(link: Link, ending: Connections, others: list[int]) -> None:
 
 
 def _check_attending(link: Link, ending: Connections, others: list[int]) -> None:
-    """A thread that attends gets all in order, whether or not another one waits, until the end.
+    """An attending thread gets all messages in order until the end, whether or not others wait.
 
-    What has no room keeps back nothing that has another tag. An error of what accepts is the end.
+    A message without room does not delay one with another tag. An error in the accept callback ends
+    the thread.
 
     Args:
-        link: stands.
-        ending: is closed by all ranks but rank 0.
+        link: stays open.
+        ending: all ranks but rank 0 close it.
         others: the other ranks.
     """
     count = 10  # more than a sender may be ahead
@@ -338,7 +339,7 @@ def _check_attending(link: Link, ending: Connections, others: list[int]) -> None
                 ending.wait(ending.send(b"w", 0, _Attending.beside), _LIMIT)
         _meet(link, others)
         if ending.rank == 2:
-            with contextlib.suppress(LinkClosed):  # rank 0 may close the link as it takes this in
+            with contextlib.suppress(LinkClosed):  # rank 0 may close the link while it takes this
                 ending.wait(ending.send(b"!", 0, _Attending.beside), _LIMIT)
         ending.abort()
         return
@@ -374,11 +375,11 @@ def _check_attending(link: Link, ending: Connections, others: list[int]) -> None
 
 
 def _check_limits(link: Link, late: Connections, others: list[int]) -> None:
-    """A wait ends when its limit has passed; what had come by then is still there.
+    """A wait ends when its limit has passed; what was received by then is kept.
 
     Args:
-        link: stands.
-        late: on this one rank 0 waits in vain, and may be unable to use it afterwards.
+        link: stays open.
+        late: rank 0's wait on it times out, and rank 0 may be unable to use it afterwards.
         others: the other ranks.
     """
     tag, never = payload_tag(0, 3), payload_tag(0, 4)
@@ -387,7 +388,7 @@ def _check_limits(link: Link, late: Connections, others: list[int]) -> None:
         came = []
         for peer, room in rooms.items():
             first, second, third = [late.recv(each, peer, tag) for each in room.split(1)]
-            late.wait(third, _LIMIT)  # so the others have come
+            late.wait(third, _LIMIT)  # so the others have arrived
             late.wait(second, timedelta(milliseconds=1))
             came.append(first)
         missing = [late.recv(_filled(0, 1), peer, never) for peer in others for _ in range(2)]
@@ -406,10 +407,10 @@ def _check_limits(link: Link, late: Connections, others: list[int]) -> None:
 
 
 def _check_abort(link: Link, ending: Connections, others: list[int]) -> None:
-    """Rank 0 closes its connections from another thread, and all who wait at either end hear so.
+    """Rank 0 closes its connections from another thread, and every wait at either end raises.
 
     Args:
-        link: stands.
+        link: stays open.
         ending: is aborted.
         others: the other ranks.
     """
@@ -418,7 +419,7 @@ def _check_abort(link: Link, ending: Connections, others: list[int]) -> None:
         *[[ending.recv(_filled(0, 1), peer, head_tag(0)) for _ in range(2)] for peer in awaited],
         strict=True,
     )
-    # Of the first of each nobody has seen the end before it is asked for.
+    # For the first of each, the end has not been seen before the transfer is requested.
     taken, sent = zip(
         *[[ending.send(_filled(0, 1), peer, head_tag(0)) for _ in range(2)] for peer in awaited],
         strict=True,
@@ -439,7 +440,7 @@ def _check_abort(link: Link, ending: Connections, others: list[int]) -> None:
         if ending.rank == 0:
             aborting.join()
         else:
-            _meet(ending, [peer for peer in others if peer != 0])  # these connections stand
+            _meet(ending, [peer for peer in others if peer != 0])  # these connections stay open
             ending.abort()
         apart.result()
     assert all(is_over(ending, each) for each in came)
@@ -448,11 +449,11 @@ def _check_abort(link: Link, ending: Connections, others: list[int]) -> None:
     with mock.patch("objcomm._transport.threads._LAST_TURN_SECONDS", PATIENCE_S):
         ending.wait_apart(lambda: _wait_for_all(ending, taken))
     ending.abort()
-    _meet(link, others)  # which none of this has touched
+    _meet(link, others)  # unaffected by all this
 
 
 def _check_closed(link: Connections, peers: Sequence[int]) -> None:
-    """The connections to these have ended, and each use of them says so."""
+    """The connections to these peers are closed, and each use of them raises."""
     assert set(peers) <= set(link.closed())
     for peer in peers:
         assert link.is_closed(peer)
@@ -464,13 +465,13 @@ def _check_closed(link: Connections, peers: Sequence[int]) -> None:
 
 
 def _end_sends(link: Link, sent: Sequence[Pending]) -> None:
-    """Wait for what nobody asks for until the link is aborted; one that keeps copies is done."""
+    """Wait for sends that nobody receives until the link aborts; buffered sends are complete."""
     with contextlib.suppress(LinkClosed):
         link.wait_apart(lambda: _wait_for_all(link, sent))
 
 
 def _die(link: Connections, step: Death) -> None:
-    """Be killed at a step, as rank 0 wants it; never returns."""
+    """Get killed at the step that rank 0 chooses; never returns."""
     tag = payload_tag(0, 11)
     if step is Death.NOT_SENDING:
         link.wait(link.recv(_filled(0, 1), 0, tag), _LIMIT)
@@ -490,7 +491,7 @@ def _die(link: Connections, step: Death) -> None:
 
 
 def _survive(link: Connections, victim: int, step: Death, pid: int) -> None:
-    """Hear of a peer's death, whatever it was doing, and what this rank waits for."""
+    """Notice a peer's death, whatever the peer was doing and this rank waits for."""
     tag = payload_tag(0, 11)
     later = threading.Timer(_MOMENT_SECONDS, os.kill, (pid, signal.SIGKILL))
     if step is Death.UNUSED:
@@ -537,12 +538,12 @@ def _survive(link: Connections, victim: int, step: Death, pid: int) -> None:
 
 
 class _Attending(threading.Thread):
-    """Attends to all first messages of one peer.
+    """Attend to all first messages of one peer.
 
     Attributes:
-        came: the first byte of each with one tag.
-        words: the same with another tag.
-        error: how it has ended, once it has.
+        came: the first byte of each message with one tag.
+        words: the same for another tag.
+        error: how it ended, once it has.
     """
 
     tag, beside = head_tag(7), head_tag(8)
@@ -559,12 +560,12 @@ class _Attending(threading.Thread):
         self.start()
 
     def set(self, *, has_room: bool) -> None:
-        """What it says from now on."""
+        """Set whether the accept callback has room from now on."""
         self._has_room = has_room
         self._link.prompt(self._peer)
 
     def has(self, number: int) -> Awaitable:
-        """A signal of the link that is set when this message has come."""
+        """Return a signal of the link that is set once this message has arrived."""
         awaited = self._signals[number] = self._link.signal()
         return awaited
 
@@ -580,7 +581,6 @@ class _Attending(threading.Thread):
         return not self.words.endswith(b"!") or bool(1 // 0)
 
     def run(self) -> None:
-        """Attend."""
         accepts = {self.tag: self._accept, self.beside: self._accept_beside}
         try:
             self._link.attend(self._peer, accepts)
@@ -589,10 +589,10 @@ class _Attending(threading.Thread):
 
 
 class _Waiting(threading.Thread):
-    """Waits for the last one of some transfers, all of which it keeps meanwhile.
+    """Wait for the last of some transfers, and keep all of them alive meanwhile.
 
     Attributes:
-        error: how that has ended, once it has.
+        error: how the wait ended, once it has.
     """
 
     def __init__(self, link: Link, pending: Sequence[Pending]) -> None:
@@ -602,7 +602,6 @@ class _Waiting(threading.Thread):
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Wait."""
         try:
             self._link.wait(self._pending[-1], _LIMIT)
         except LinkClosed as error:
@@ -610,7 +609,7 @@ class _Waiting(threading.Thread):
 
 
 def _begun_to_come(link: Link, peer: int, tag: int) -> tuple[torch.Tensor, _Waiting]:
-    """The room for a transfer that takes long, of which bytes are there; and who waits for it."""
+    """Return the buffer of a long transfer that is arriving, and the thread that waits for it."""
     room = torch.zeros(_HUGE_NBYTES, dtype=torch.uint8)
     posted = [link.recv(piece, peer, tag) for piece in _cut(link, room)]
     waiting = _Waiting(link, posted)
@@ -621,13 +620,13 @@ def _begun_to_come(link: Link, peer: int, tag: int) -> tuple[torch.Tensor, _Wait
 
 
 def _is_half_way(room: torch.Tensor) -> bool:
-    """Whether more is to come than any buffers hold: a busy machine may give nobody time to see."""
+    """Return whether more is to come than any buffer holds; a busy machine may skip this state."""
     return not room[-_LARGE_NBYTES]
 
 
 @contextlib.contextmanager
 def _aborted_when_closed(link: Connections, peer: int) -> Iterator[None]:
-    """Do what a mesh does that hears of a loss: who waits for a send may not hear of it."""
+    """Abort as a mesh does on a loss, because a thread that waits for a send may not notice it."""
 
     def abort() -> None:
         wait_until(lambda: link.is_closed(peer), "the end of the connection")
@@ -640,13 +639,13 @@ def _aborted_when_closed(link: Connections, peer: int) -> Iterator[None]:
 
 
 def _sent(link: Link, peer: int, tag: int) -> list[Pending]:
-    """A transfer that takes long, begun as its receiver wants it."""
+    """Start a long transfer once its receiver wants it."""
     flat = _filled(link.rank, _HUGE_NBYTES)
     return [link.send(piece, peer, tag) for piece in _cut(link, flat)]
 
 
 def _send_without_end(link: Link, peer: int, tag: int) -> None:
-    """One transfer after another: a process may not have died in the middle of the first."""
+    """Send again and again, because the process may not have died during the first transfer."""
     while True:
         link.wait_apart(lambda: _wait_for_all(link, _sent(link, peer, tag)))
 
@@ -656,7 +655,7 @@ def _cut(link: Link, flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _pids(link: Link, others: list[int]) -> dict[int, int]:
-    """The processes of the other ranks."""
+    """Return the process ids of the other ranks."""
     tag, mine = payload_tag(0, 12), torch.tensor([os.getpid()])
     sent = [link.send(mine.view(torch.uint8), peer, tag) for peer in others]
     pids = {peer: torch.zeros_like(mine) for peer in others}
@@ -667,7 +666,7 @@ def _pids(link: Link, others: list[int]) -> dict[int, int]:
 
 
 def _meet(link: Link, others: Sequence[int]) -> None:
-    """Return when all others have called this."""
+    """Return once all others have called this."""
     tag = payload_tag(0, 9)
     pending = [link.recv(_filled(0, 1), peer, tag) for peer in others]
     pending += [link.send(_filled(0, 1), peer, tag) for peer in others]
@@ -684,5 +683,5 @@ def _filled(rank: int, length: int) -> torch.Tensor:
 
 
 def _counting(start: int, length: int) -> torch.Tensor:
-    """Bytes of which no two neighbours are alike, and others for another start."""
+    """Return bytes that differ from their neighbors, and from those of another start."""
     return (torch.arange(length, dtype=torch.int32) * 7 + start * 31).to(torch.uint8)

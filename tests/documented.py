@@ -1,6 +1,6 @@
-"""The documentation's blocks and docstrings, and how one of them is run on ranks.
+"""The code blocks and docstrings of the documentation, and how to run one of them on ranks.
 
-The ranks' processes import this, and each serves one block: it imports little.
+The ranks' processes import this module, and each runs one block, so it imports little.
 """
 
 import ast
@@ -26,9 +26,9 @@ _FENCE = re.compile(r"^```python(?P<tags>[^\n]*)\n(?P<source>.*?)^```$", re.DOTA
 
 
 class Block(NamedTuple):
-    """One fenced block: where it stands, and on how many ranks it runs; 0 means alone.
+    """One fenced block: where it is, and how many ranks run it; 0 means without ranks.
 
-    ``launcher=torchrun`` sets torchrun's variables, which some libraries ask for.
+    ``launcher=torchrun`` sets torchrun's variables, which some libraries require.
     """
 
     where: str
@@ -38,7 +38,7 @@ class Block(NamedTuple):
 
 
 def blocks() -> Iterator[Block]:
-    """Each block of README.md, CONTRIBUTING.md and docs/ that is tagged as Python."""
+    """Yield each block of README.md, CONTRIBUTING.md and docs/ that is tagged as Python."""
     tops = [_ROOT / "README.md", _ROOT / "CONTRIBUTING.md"]
     for path in [*tops, *sorted((_ROOT / "docs").rglob("*.md"))]:
         text = path.read_text() if path.exists() else ""
@@ -51,27 +51,27 @@ def blocks() -> Iterator[Block]:
 
 
 def run_block(where: str, source: str, folder: str, *, is_launched: bool = False) -> None:
-    """Run a block as a script of its own, in a folder that it may write to."""
+    """Run a block as a script, in a folder that it may write to."""
     os.chdir(folder)
     if is_launched:
         os.environ.update(LOCAL_RANK=str(here().rank), OMP_NUM_THREADS="1")
     if here().world_size > 1:
         join(here(), "docs")
-        # A block may show how a script starts; it finds that done.
+        # A block may show how a script starts; that is already done here.
         dist.init_process_group = lambda *_, **__: None
-    exec(compile(source, where, "exec"), {"__name__": "__main__"})  # noqa: S102  # what it is for
+    exec(compile(source, where, "exec"), {"__name__": "__main__"})  # noqa: S102  # its purpose
 
 
 def examples(name: str) -> list[doctest.DocTest]:
-    """The docstrings of a module that hold examples.
+    """Return the docstrings of a module that have examples.
 
-    Its public classes and functions say that they stand in ``objcomm``, and doctest would take them
-    for imported ones: which are its own is read from its text.
+    Public classes and functions give ``objcomm`` as their module, so doctest would take them for
+    imported ones; this reads from the source which ones the module defines.
     """
     module = importlib.import_module(name)
     finder = doctest.DocTestFinder()
     found = finder.find(module)
-    if name == "objcomm":  # whose members are there by then as if they were its own
+    if name == "objcomm":  # its members appear to be defined there
         found = [test for test in found if test.name == name]
     body = ast.parse(inspect.getsource(module)).body
     definitions = [node for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
@@ -83,7 +83,7 @@ def examples(name: str) -> list[doctest.DocTest]:
 
 
 def documented_modules() -> list[str]:
-    """The modules whose docstrings hold examples."""
+    """List the modules whose docstrings have examples."""
     found = [each.name for each in pkgutil.walk_packages(objcomm.__path__, "objcomm.")]
     names = [name for name in found if not name.startswith(("objcomm.demo", "objcomm.__main__"))]
     return [name for name in ["objcomm", *names] if examples(name)]

@@ -1,8 +1,8 @@
-"""Runs many small programs of several ranks to their very end, and tells their exit statuses.
+"""Run many small programs of several ranks to the end, and report their exit statuses.
 
-``python -m tests.endings`` reads them from its standard input, some with each line. It has imported
-torch before, and each rank is a fork of it that goes on as a program does: its last line is
-followed by the interpreter's own end, exit handlers included.
+``python -m tests.endings`` reads them from its standard input, some with each line. It has already
+imported torch, and each rank is a fork that continues as a program does: after its last line the
+interpreter ends, exit handlers included.
 """
 
 import faulthandler
@@ -24,11 +24,11 @@ from typing import Any, Self
 from tests.hosts import free_port
 
 _AT_ONCE = 3
-# Only a hang takes so long; its ranks are ended so that they say where each thread is.
+# Only a hang takes this long; its ranks are then ended so that they dump their stacks.
 _LIMIT_S = 60.0
 HUNG = -signal.SIGABRT
 
-#: What each program begins with.
+#: The start of each program.
 BEGIN = """
 import os, time
 import torch.distributed as dist
@@ -43,10 +43,10 @@ class Program:
     """One program.
 
     Attributes:
-        ranks: what follows ``BEGIN``, for each rank.
+        ranks: the code after ``BEGIN``, for each rank.
         environment: variables to set.
-        begin: in the place of ``BEGIN``.
-        file: the file that its lines are in, as tracebacks name it.
+        begin: replaces ``BEGIN``.
+        file: the file name that tracebacks give its lines.
     """
 
     ranks: Sequence[str]
@@ -57,12 +57,12 @@ class Program:
 
 @dataclass(frozen=True)
 class Ending:
-    """How one rank has ended.
+    """How one rank ended.
 
     Attributes:
         status: its exit status.
-        seconds: from its last line to its end; 0 where it did not come there.
-        said: what it wrote.
+        seconds: from its last line to its exit; 0 if it did not reach that line.
+        said: its output.
     """
 
     status: int
@@ -71,7 +71,7 @@ class Ending:
 
 
 class Endings:
-    """A process that has imported torch, and runs programs while the block lasts."""
+    """A process that has imported torch and runs programs while the block lasts."""
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory()
@@ -89,7 +89,7 @@ class Endings:
         self._folder.cleanup()
 
     def run(self, programs: Sequence[Program]) -> list[list[Ending]]:
-        """How each rank of each program has ended."""
+        """Return how each rank of each program ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([asdict(each) for each in programs]) + "\n")
@@ -100,13 +100,13 @@ class Endings:
 
 
 def run_to_the_end(programs: Sequence[Program]) -> list[list[Ending]]:
-    """How each rank of each program has ended."""
+    """Return how each rank of each program ended."""
     with Endings() as endings:
         return endings.run(programs)
 
 
 class _Run:
-    """One program under way."""
+    """One running program."""
 
     def __init__(self, program: Mapping[str, Any], number: int, port: int) -> None:
         self.program = program
@@ -117,7 +117,7 @@ class _Run:
         self.until = 0.0
 
     def begin(self) -> CodeType | None:
-        """Start all ranks; in each of those returns what it is to do."""
+        """Start all ranks; in each rank, return the code to run."""
         self.until = time.monotonic() + _LIMIT_S
         for rank, body in enumerate(self.program["ranks"]):
             pid = os.fork()
@@ -142,9 +142,9 @@ class _Run:
         return None
 
     def is_over(self) -> bool:
-        """Whether all ranks have ended; ends those that never would."""
+        """Return whether all ranks have ended; end those that hang."""
         if time.monotonic() > self.until:
-            self.until = math.inf  # a second signal would cut off what the first one makes them say
+            self.until = math.inf  # a second signal would cut off the output of the first
             for pid in set(self.pids) - set(self.endings):
                 os.kill(pid, signal.SIGABRT)
         for pid in set(self.pids) - set(self.endings):
@@ -154,7 +154,7 @@ class _Run:
         return len(self.endings) == len(self.pids)
 
     def told(self) -> list[dict[str, Any]]:
-        """How they have ended."""
+        """Return how the ranks ended."""
         return [asdict(self._ending(rank, pid)) for rank, pid in enumerate(self.pids)]
 
     def _ending(self, rank: int, pid: int) -> Ending:
@@ -171,11 +171,11 @@ class _Run:
 
 
 def _serve() -> CodeType | None:
-    """Run each line's programs, and write how they ended; in a rank returns what it is to do."""
+    """Run each line's programs and write how they ended; in a rank, return the code to run."""
     for line in sys.stdin:
         programs = json.loads(line)
         ports = set[int]()
-        while len(ports) < len(programs):  # nobody holds one until its program does
+        while len(ports) < len(programs):  # a port stays free until its program takes it
             ports.add(free_port())
         runs = [_Run(*each) for each in zip(programs, range(len(programs)), ports, strict=True)]
         waiting, under_way = list(runs), list[_Run]()
@@ -198,9 +198,9 @@ if __name__ == "__main__":
 
     objcomm.is_initialized()
     gc.collect()
-    gc.freeze()  # each rank would look at torch's objects once more at its end
+    gc.freeze()  # or each rank would scan torch's objects again at its exit
     if (code := _serve()) is not None:
-        program = ModuleType("__main__")  # in sys.modules, as a program's own is
+        program = ModuleType("__main__")  # in sys.modules, as a real program is
         program.__file__ = code.co_filename
         sys.modules["__main__"] = program
         exec(code, vars(program))  # noqa: S102  # our own

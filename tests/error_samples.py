@@ -1,4 +1,4 @@
-"""One error of every class, and what its text must tell."""
+"""One instance of every error class, and what its text must contain."""
 
 from objcomm import errors
 from objcomm.errors import Position, RankFailure

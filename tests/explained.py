@@ -1,6 +1,6 @@
-"""Imported by the fork server alone: asserts of test modules show their values in each rank.
+"""Imported by the fork server only, so that asserts of test modules show their values in each rank.
 
-pytest does so in its own process only. Here it costs 30 ms once, not in each of 700 processes.
+pytest does this in its own process only. Here it costs 30 ms once, not in each of 700 processes.
 """
 
 # pytest offers this only to its own process, so these two are not public.

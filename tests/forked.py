@@ -1,17 +1,17 @@
-"""The fork server that all of the suite's processes come from: each costs some 10 ms.
+"""The fork server that starts all of the suite's processes, at some 10 ms each.
 
-multiprocessing has one in a process, which imports what it was told before its first child.
+multiprocessing has one per process, which imports what is configured before its first child.
 """
 
 import multiprocessing
 
-# What a child need not import again; objcomm only defines when it is imported.
+# What a child need not import again; importing objcomm only runs definitions.
 _IMPORTED = ["torch", "torch.distributed", "numpy", "objcomm"]
-# After what makes their asserts show their values.
+# After the module that makes their asserts show their values.
 _EXPLAINED = ["tests.explained", "tests.workers", "tests.faults.rank"]
 
-#: A process that has ended, but how was not told (CPython's ``popen_forkserver.Popen.poll``). Seen
-#: once in some thousand cases, with a rank that had done all it was asked for.
+#: A process that has ended with an unknown status (CPython's ``popen_forkserver.Popen.poll``). Seen
+#: once in some thousand cases, with a rank that had completed all its work.
 EXIT_UNKNOWN = 255
 
 FORKED = multiprocessing.get_context("forkserver")
