@@ -1,10 +1,10 @@
-"""Network namespaces as hosts: several machines, with a network between them, on this one.
+"""Network namespaces as hosts: simulate several machines, with a network between them, on one.
 
-``with Hosts(2, mbit=200) as hosts:`` joins two hosts by a switch. Each has a network card of
-limited rate, an address, a host name that all of them resolve to it, and process numbers, shared
-memory and ``/etc/hosts`` of its own; they share the other files and the clock. The machine's own
-network is left alone. The namespaces have no names: they belong to a process that waits for the
-end of a pipe, and when it ends, also because pytest was killed, all that runs on the host is killed
+``with Hosts(2, mbit=200) as hosts:`` connects two hosts by a switch. Each has its own network card
+with a limited rate, address, host name that all hosts resolve to that address, process numbers,
+shared memory and ``/etc/hosts``; they share all other files and the clock. The machine's own
+network is left alone. The namespaces have no names: they belong to a process that waits for the end
+of a pipe. When it ends, also because pytest was killed, everything that runs on the host is killed
 and its network is gone.
 
 Knows nothing of torch or of ranks.
@@ -27,32 +27,32 @@ import pytest
 
 __all__ = ["Host", "Hosts"]
 
-_NETWORK = "10.77.0"  # in namespaces of our own, so it can collide with nothing
+_NETWORK = "10.77.0"  # in our own namespaces, so it can't collide with anything
 _LIMIT_S = 60.0
-# A queue of so many milliseconds, and bursts of so many, let one connection fill a card.
+# A queue of this many milliseconds, and bursts of this many, let one connection fill a card.
 _QUEUE_MS, _BURST_MS = 50, 4
 _BURST_MIN_NBYTES = 1 << 16  # one segment of the kernel's
-# Places of rules: the one by which a host knows its own addresses must leave room before it.
+# Preferences of rules: the rule by which a host knows its own addresses must leave room before it.
 _FOR_ITSELF, _BEFORE_THAT = 10, 5
-# What a launcher around this process has set is of another job.
+# A launcher around this process has set its variables for another job.
 _OF_A_JOB = ("MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "GLOO_", "NCCL_", "OBJCOMM_")
 _OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
 class _Room:
-    """Namespaces, and the process that holds them open.
+    """Namespaces, and the process that keeps them open.
 
     Attributes:
-        pid: of a process in all of them.
+        pid: the id of a process in all of them.
     """
 
     def __init__(self, kinds: Sequence[str], furnish: Sequence[str], inside: Sequence[str]) -> None:
-        """Make them.
+        """Create the namespaces.
 
         Args:
-            kinds: which, as ``unshare`` and ``nsenter`` call them.
+            kinds: the kinds of namespaces, as ``unshare`` and ``nsenter`` name them.
             furnish: a command to run in them before anything else.
-            inside: the beginning of each command that makes or enters them.
+            inside: the start of each command that creates or enters them.
         """
         options = [f"--{kind}" for kind in kinds]
         make = [*options, *["--mount-proc"] * ("pid" in kinds)]
@@ -74,14 +74,14 @@ class _Room:
         self._enter = [*inside, "nsenter", f"--target={self.pid}", *options]
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """A command that runs another one in here."""
+        """Return the command that runs ``argv`` in the namespaces."""
         return [*self._enter, "--", *argv]
 
     def run(self, argv: Sequence[str], told: str = "") -> str:
-        """What a command prints in here, when it gets ``told`` to read.
+        """Return the output of a command in the namespaces, which reads ``told`` as its input.
 
         Raises:
-            subprocess.CalledProcessError: it failed; ``stderr`` has its words.
+            subprocess.CalledProcessError: it failed; ``stderr`` has its output.
         """
         return subprocess.run(
             self.command(argv),
@@ -93,26 +93,26 @@ class _Room:
         ).stdout
 
     def ip(self, *lines: str) -> None:
-        """Have ``ip`` do what the lines say."""
+        """Run ``ip`` with the given lines."""
         self.run(["ip", "-batch", "-"], "\n".join(lines) + "\n")
 
     def limit(self, interface: str, mbit: float) -> None:
-        """Let a network card send no faster than that; replaces an earlier limit."""
+        """Limit the rate at which a network card sends; replaces an earlier limit."""
         burst = max(_BURST_MIN_NBYTES, int(mbit * 1e6 / 8 * _BURST_MS / 1e3))
         rate = f"rate {mbit}mbit burst {burst} latency {_QUEUE_MS}ms"
         self.run(["tc", "qdisc", "replace", "dev", interface, "root", "tbf", *rate.split()])
 
     def close(self) -> None:
-        """Kill what runs in here, and wait for its end."""
-        # The kernel kills its child, too, and with the first process of a namespace all others.
+        """Kill everything in the namespaces, and wait for its end."""
+        # The kernel kills its child, too, and with the first process of a namespace all its others.
         self._holder.kill()
         self._holder.communicate(timeout=_LIMIT_S)
 
 
 def free_port() -> int:
-    """A port that is free, and below those that the kernel gives to whoever asks for any.
+    """Return a free port below those that the kernel assigns.
 
-    Nobody holds it until it is used, so each of pytest's processes chooses among its own.
+    The port is not reserved until it is used, so each of pytest's processes chooses among its own.
     """
     process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -124,7 +124,7 @@ def free_port() -> int:
 
 
 def environment_of_no_job() -> dict[str, str]:
-    """This process's variables, without those that a launcher has set."""
+    """Return this process's variables without those that a launcher has set."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -138,7 +138,7 @@ def _first_child(pid: int) -> int:
 
 
 class Host:
-    """One of them; ``Hosts`` makes it.
+    """A host; ``Hosts`` creates it.
 
     Attributes:
         name: its host name.
@@ -157,18 +157,18 @@ class Host:
     def popen(
         self, argv: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[Any]:
-        """Start a command on this host; whatever is left of it is killed with the host.
+        """Start a command on this host; it is killed with the host at the latest.
 
         Its process here is the one that entered the host: it gets the command's exit status, but
-        signals should go to its process group (``os.killpg``), which has the command, too.
+        signals should be sent to its process group (``os.killpg``), which includes the command.
 
         Args:
             argv: the command.
-            env: further variables. Those of a launcher around this process are left out.
-            options: as ``subprocess.Popen`` takes them.
+            env: additional variables. Those of a launcher around this process are left out.
+            options: options of ``subprocess.Popen``.
         """
         folder = os.fspath(options.pop("cwd", None) or Path.cwd())
-        # Who enters a mount namespace begins at its root.
+        # Entering a mount namespace changes the working directory to its root.
         go_there = ["sh", "-c", 'cd "$0" && exec "$@"', folder]
         process: subprocess.Popen[Any] = subprocess.Popen(
             self._room.command([*go_there, *argv]),
@@ -180,33 +180,33 @@ class Host:
         return process
 
     def run(self, *argv: str) -> str:
-        """What a command prints on this host.
+        """Return the output of a command on this host.
 
         Raises:
-            subprocess.CalledProcessError: it failed; ``stderr`` has its words.
+            subprocess.CalledProcessError: it failed; ``stderr`` has its output.
         """
         return self._room.run(argv)
 
     def carried_nbytes(self) -> tuple[int, int]:
-        """What its network card has sent and received since it was made, in bytes."""
+        """Return the bytes that its network card has sent and received since it was created."""
         (told,) = json.loads(self.run("ip", "-json", "-stats", "link", "show", self.interface))
         return told["stats64"]["tx"]["bytes"], told["stats64"]["rx"]["bytes"]
 
     def reap(self) -> None:
-        """Take the exit statuses of commands that were killed with the host."""
+        """Reap the commands that were killed with the host."""
         for process in self._processes:
             process.wait(_LIMIT_S)
 
 
 class Hosts:
-    """A network of hosts; see the module. Where none can be made, the test is skipped."""
+    """A network of hosts; see the module. If it can't be created, the test is skipped."""
 
     def __init__(self, count: int, *, mbit: float = 1000.0) -> None:
-        """Describe it; entering makes it.
+        """Describe the network; entering the context creates it.
 
         Args:
-            count: how many hosts.
-            mbit: the rate of each host's network card, in either direction, in Mbit/s.
+            count: number of hosts.
+            mbit: the rate of each host's network card, in each direction, in Mbit/s.
         """
         self._count = count
         self._mbit = mbit
@@ -241,9 +241,9 @@ class Hosts:
         return iter(self._hosts)
 
     def cut(self, number: int) -> None:
-        """Pull the cable of a host: what it sends and what is sent to it is lost.
+        """Unplug a host's cable: everything that it sends and that is sent to it is lost.
 
-        Nobody is told: a connection notices by its own time limits, if it has any.
+        Nothing reports it: a connection notices by its own timeouts, if it has any.
         """
         self._switch.ip(f"link set port{number} down")
 
@@ -252,21 +252,21 @@ class Hosts:
         self._switch.ip(f"link set port{number} up")
 
     def part(self, one: int, other: int) -> None:
-        """Lose what two hosts send to each other, while both reach all others."""
+        """Drop packets between two hosts, while both reach all others."""
         self._rooms[one].ip(f"rule add {self._loss_from(other)}")
         self._rooms[other].ip(f"rule add {self._loss_from(one)}")
 
     def join(self, one: int, other: int) -> None:
-        """Let two hosts that were parted reach each other again."""
+        """Let two parted hosts reach each other again."""
         self._rooms[one].ip(f"rule del {self._loss_from(other)}")
         self._rooms[other].ip(f"rule del {self._loss_from(one)}")
 
     def refuse(self, one: int, other: int) -> None:
-        """Let no packet of one host leave for another, and tell at once whoever sends one."""
+        """Reject packets from one host to another, with an immediate error for the sender."""
         self._rooms[one].ip(f"rule add {self._refusal_of(other)}")
 
     def allow(self, one: int, other: int) -> None:
-        """Let one host that was refused reach another again."""
+        """Let a host that was refused reach the other again."""
         self._rooms[one].ip(f"rule del {self._refusal_of(other)}")
 
     def limit(self, number: int, mbit: float) -> None:
@@ -275,7 +275,7 @@ class Hosts:
         self._rooms[number].limit(Host.interface, mbit)
 
     def _loss_from(self, number: int) -> str:
-        # On arrival: a rule against sending would be an error at once to whoever sends.
+        # On arrival: a rule on the sending side would give the sender an immediate error.
         address = self._hosts[number].address
         return f"pref {_BEFORE_THAT} iif {Host.interface} from {address} blackhole"
 
@@ -284,12 +284,12 @@ class Hosts:
 
     def _make(self, made: ExitStack) -> None:
         folder = Path(made.enter_context(tempfile.TemporaryDirectory(prefix="objcomm-hosts-")))
-        # No two networks of this machine have a host's name in common, as no two machines should.
+        # No two networks on this machine share a host name, as no two machines should.
         names = [f"host{number}-{secrets.token_hex(2)}" for number in range(self._count)]
         addresses = [f"{_NETWORK}.{number + 1}" for number in range(self._count)]
         lines = [f"{address} {name}\n" for address, name in zip(addresses, names, strict=True)]
         (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
-        (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # nobody: says so at once
+        (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # no server: fails quickly
         is_root = os.geteuid() == 0
         self._switch = _Room(["net"] if is_root else ["user", "net"], ["true"], [])
         made.callback(self._switch.close)

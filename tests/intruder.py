@@ -1,8 +1,8 @@
-"""A stranger that besieges ranks: ``python -m tests.intruder unix``, or ``tcp ADDRESS FIRST LAST``.
+"""A stranger that floods ranks: ``python -m tests.intruder unix``, or ``tcp ADDRESS FIRST LAST``.
 
-It connects to every door that it finds, as fast as it can, says nothing, a part of a word, or a
-whole one that is wrong, and keeps its connections open. Knows nothing of objcomm but how its
-sockets are named. Runs until it is killed; ``unix`` does so as the user nobody.
+It connects to every listener that it finds, as fast as it can, sends nothing, part of a message, or
+a whole one that is wrong, and keeps its connections open. Knows nothing of objcomm except how its
+sockets are named. Runs until it is killed; ``unix`` runs as the user nobody.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _WORDS = (b"", b"x", bytes(36), b"\x01\0\0\0" + bytes(32), bytes(500))
 
 
 def _unix() -> Iterator[tuple[int, str]]:
-    """The doors on this host, which the kernel shows to everybody."""
+    """Yield the listeners on this host, which the kernel shows to every user."""
     for line in Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines():
         name = line.split()[-1]
         if name.startswith("@objcomm/"):
@@ -35,7 +35,7 @@ def _tcp(address: str, first: int, last: int) -> Iterator[tuple[int, tuple[str, 
 
 
 def besiege(doors: Iterable[tuple[int, object]], kept: deque[socket.socket], word: bytes) -> None:
-    """Connect to each door once."""
+    """Connect to each listener once."""
     for family, door in doors:
         if len(kept) >= _KEPT_MAX:
             kept.popleft().close()
@@ -48,7 +48,6 @@ def besiege(doors: Iterable[tuple[int, object]], kept: deque[socket.socket], wor
 
 
 def main() -> None:
-    """See the module."""
     kind, *where = sys.argv[1:]
     if kind == "unix":
         os.setgroups([])

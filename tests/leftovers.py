@@ -1,7 +1,7 @@
-"""What a test leaves behind in its process; looked at after each test with ``--leftovers``.
+"""What a test leaves behind in its process; checked after each test with ``--leftovers``.
 
-A pool's ranks leave their world and join a new one between two tests then, so whatever objcomm and
-torch keep for a group must be gone as well: threads, descriptors, keys in the store.
+Between two tests the ranks of a pool then leave their world and join a new one, so whatever objcomm
+and torch keep for a group must be gone as well: threads, descriptors, keys in the store.
 """
 
 import collections
@@ -25,10 +25,10 @@ from objcomm._config import settings
 __all__ = ["OPTION", "VARIABLE", "Leftovers", "profile_once"]
 
 OPTION = "--leftovers"
-#: By which ranks know of the option.
+#: The variable that tells ranks of the option.
 VARIABLE = "OBJCOMM_TESTS_LEFTOVERS"
 
-# A thread without work goes after a second; a busy machine gets more.
+# An idle thread ends after a second; a busy machine gets more time.
 _SETTLE_S = 15.0
 _LOOK_S = 0.02
 
@@ -36,19 +36,19 @@ Census = Mapping[str, collections.Counter[str]]
 
 
 class Leftovers:
-    """What there is in this process now, to be compared with what there is later."""
+    """A snapshot of this process, to compare with a later state."""
 
     def __init__(self) -> None:
         self._before = {kind: look() for kind, look in _KINDS.items()}
-        gc.freeze()  # the look afterwards takes 0.03 s so, not a second: torch has many objects
+        gc.freeze()  # the later search then takes 0.03 s, not a second: torch has many objects
 
     def find(self) -> list[str]:
-        """What is there now and was not then, or is gone, after time to settle."""
+        """Return what is new or gone since the snapshot, after time to settle."""
         until = time.monotonic() + _SETTLE_S
-        gc.collect()  # an error that a test caught holds what its frames held
+        gc.collect()  # an error that a test caught refers to its frames and what they held
         while (found := self._compare()) and time.monotonic() < until:
             time.sleep(_LOOK_S)
-            gc.collect()  # a thread that has ended meanwhile held what is in a circle now
+            gc.collect()  # a thread that has ended since then may have left a reference cycle
         return found
 
     def _compare(self) -> list[str]:
@@ -56,7 +56,7 @@ class Leftovers:
         for kind, look in _KINDS.items():
             before, now = self._before[kind], look()
             found += [f"{kind}: {name} ({count} more)" for name, count in (now - before).items()]
-            # Threads and descriptors may end late that stood here from before the test.
+            # Threads and descriptors from before the test may end late.
             if kind in _MUST_STAY:
                 found += [f"{kind}: {name} is gone" for name in before - now]
         return found
@@ -64,10 +64,10 @@ class Leftovers:
 
 @functools.cache
 def profile_once() -> None:
-    """Let torch make what the first profiler of a process leaves: a thread, and modules.
+    """Let torch create what the first profiler of a process leaves: a thread, and modules.
 
-    One of these, ``torch.distributed.nn``, names the world as a default of its functions, and so
-    keeps the world in which it is imported. This is for before there is one.
+    One of these, ``torch.distributed.nn``, has the world as a default argument of its functions,
+    and so keeps the world in which it is imported alive. Call this before there is one.
     """
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         pass
@@ -107,15 +107,15 @@ def _environment() -> collections.Counter[str]:
         for name, value in os.environ.items()
         if not name.startswith(
             ("PYTEST_", "TORCHINDUCTOR_")
-        )  # torch's own, where it first compiles
+        )  # torch's own, from its first compilation
     )
 
 
 def _settings() -> collections.Counter[str]:
-    """What a process has one of."""
+    """Count what exists once per process."""
     log = logging.getLogger("objcomm")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    # Libraries that are imported late add those for their own kinds.
+    # Libraries that are imported late add them for their own types.
     filters = [each for each in warnings.filters if each[2].__module__ == "builtins"]
     return collections.Counter(
         {

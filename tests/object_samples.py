@@ -1,4 +1,4 @@
-"""Objects that only pickle carries, with all that they share. Adds to `samples.SAMPLES`."""
+"""Objects that only pickle can encode, with everything they share. Adds to `samples.SAMPLES`."""
 
 import collections
 import functools
@@ -78,7 +78,7 @@ class Config:
 
 
 def _script_class() -> Any:
-    """An instance of a class whose module no other process can import, like a script's."""
+    """Return an instance of a class whose module no other process can import, like a script's."""
     module = types.ModuleType("a_script_that_nobody_can_import")
     sys.modules[module.__name__] = module
     try:

@@ -1,4 +1,4 @@
-"""What several tests look at is made once, in however many processes pytest runs them."""
+"""Create what several tests use only once, in however many processes pytest runs them."""
 
 import fcntl
 import os
@@ -16,17 +16,17 @@ T = TypeVar("T")
 
 
 def once(folders: pytest.TempPathFactory, name: str, make: Callable[[Path], T]) -> T:
-    """What ``make`` gives, called by the first test that asks; the others wait for it.
+    """Return the value of ``make``, called by the first test that asks; the others wait for it.
 
     Args:
         folders: the fixture ``tmp_path_factory``.
-        name: of what is made, one for each in the whole suite.
-        make: gets a new folder that stays; what it gives must pickle. If it fails, it is not
-            called again, and each test that asks fails.
+        name: a name for the value, unique in the whole suite.
+        make: gets a new folder that stays; its value must pickle. If it fails, it is not called
+            again, and each test that asks fails.
     """
     base = folders.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent  # which all processes of one run have in common
+        base = base.parent  # shared by all processes of one run
     made = base / f"{name}.pickle"
     with (base / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -46,5 +46,5 @@ def _outcome(make: Callable[[Path], T], folder: Path) -> tuple[T | None, str]:
         return make(folder), ""
     except pytest.fail.Exception as failure:
         return None, str(failure)
-    except Exception:  # noqa: BLE001  # whatever it raises is why the tests fail
+    except Exception:  # noqa: BLE001  # this failure is why the tests fail
         return None, traceback.format_exc()

@@ -1,8 +1,8 @@
-"""What a process has open."""
+"""The descriptors that a process has open."""
 
 from pathlib import Path
 
 
 def open_files() -> int:
-    """How many descriptors this process has."""
+    """Count this process's descriptors."""
     return sum(1 for _ in Path("/proc/self/fd").iterdir())

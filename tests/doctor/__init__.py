@@ -1,1 +1,1 @@
-"""Tests of the doctor: its rules on made-up facts, and the command on broken set-ups."""
+"""Tests of the doctor: its rules on invented facts, and the command on broken setups."""

@@ -1,7 +1,7 @@
-"""Starts doctors as processes of one job, and gives back what each said and how it ended.
+"""Start doctors as the processes of one job, and return what each printed and how it ended.
 
-They are forks of the server that has torch imported, as the tests' ranks are, because importing it
-takes a second or two of a processor. ``test_setups`` has some that are started by their command.
+They are forks of the server that has imported torch, like the tests' ranks, because the import
+takes a second or two of processor time. ``test_setups`` starts some by their command.
 """
 
 import ctypes
@@ -40,12 +40,12 @@ class Said:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's, without what a launcher has set; the ranks find objcomm where it does."""
+    """Return this process's variables without a launcher's, with the path to this objcomm."""
     return environment_of_no_job() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def by_command(command: Sequence[str], **variables: str) -> Said:
-    """Run a command line to its end, with an interpreter of its own."""
+    """Run a command line with this interpreter until it ends."""
     done = subprocess.run(
         command,
         env=clean_environment() | variables,
@@ -58,13 +58,13 @@ def by_command(command: Sequence[str], **variables: str) -> Said:
 
 
 class Agent:
-    """A store that is there before the ranks, as torchrun's is."""
+    """A store that exists before the ranks, like torchrun's."""
 
     def __init__(self) -> None:
         self.store = loopback_store()
 
     def place(self, rank: int, size: int, **further: str) -> dict[str, str]:
-        """The variables of one rank."""
+        """Return the variables of one rank."""
         return place(rank, size, self.store.port) | {
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             **further,
@@ -72,7 +72,7 @@ class Agent:
 
 
 def place(rank: int, size: int, port: int, host: str = "127.0.0.1") -> dict[str, str]:
-    """The variables of one rank of a job on one host."""
+    """Return the variables of one rank of a job on one host."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
@@ -82,7 +82,7 @@ def place(rank: int, size: int, port: int, host: str = "127.0.0.1") -> dict[str,
 
 
 def arrived(store: dist.Store, count: int) -> None:
-    """Return when so many doctors are there."""
+    """Return once ``count`` doctors have arrived."""
     mine = dist.PrefixStore("objcomm.doctor/0", store)
     wait_until(lambda: mine.add("arrivals", 0) >= count, f"{count} doctors", LIMIT_S)
 
@@ -91,7 +91,7 @@ class Doctor:
     """One rank's process.
 
     Attributes:
-        pid: its process id; that of who waits for it, where it is on another host.
+        pid: its process id; on another host, that of the process that waits for it.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Doctor:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="objcomm-doctor-")
         self._written = [Path(self._folder.name) / name for name in ("out", "err")]
-        inside = None if host is None else host._room.pid  # noqa: SLF001  # popen would start anew
+        inside = None if host is None else host._room.pid  # noqa: SLF001  # popen would start a new interpreter
         environ = clean_environment() | dict(variables)
         self._process = FORKED.Process(
             target=_consult, args=(environ, list(arguments), self._written, inside), daemon=True
@@ -108,14 +108,14 @@ class Doctor:
         self.pid = self._process.pid
 
     def said(self) -> Said:
-        """Wait for its end."""
+        """Wait until it ends."""
         self._process.join(LIMIT_S)
         out, err = (path.read_text(encoding="utf-8") for path in self._written)
         assert self._process.exitcode is not None, f"still there after {LIMIT_S:g} s: {out}{err}"
         return Said(self._process.exitcode, out, err)
 
     def close(self) -> None:
-        """Let nothing of it stay."""
+        """Kill it and delete its files."""
         self._process.kill()
         self._process.join()
         self._folder.cleanup()
@@ -127,7 +127,7 @@ def _consult(
     written: Sequence[Path],
     inside: int | None,
 ) -> None:
-    """Be one doctor, in a process that was forked for it."""
+    """Run one doctor in a process that was forked for it."""
     for number, path in enumerate(written, start=1):
         with path.open("wb") as file:
             os.dup2(file.fileno(), number)
@@ -141,7 +141,7 @@ def _consult(
 
 
 def _enter(pid: int) -> None:
-    """Go on as a child that is in all namespaces of a process."""
+    """Continue as a child process that is in all namespaces of process ``pid``."""
     spaces = []
     for name in _NAMESPACES:
         theirs, ours = Path(f"/proc/{pid}/ns/{name}"), Path(f"/proc/self/ns/{name}")
@@ -152,7 +152,7 @@ def _enter(pid: int) -> None:
         if libc.setns(space, 0) != 0:
             raise OSError(ctypes.get_errno(), "setns")
         os.close(space)
-    if child := os.fork():  # who enters a namespace of processes is none of them
+    if child := os.fork():  # setns moves only children into a PID namespace
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
 
 
@@ -162,7 +162,7 @@ def start(variables: Mapping[str, str], *arguments: str) -> Doctor:
 
 
 def said(doctors: Sequence[Doctor]) -> list[Said]:
-    """Wait for all of them; none outlives this."""
+    """Wait for all doctors, and kill those that are left."""
     try:
         return [doctor.said() for doctor in doctors]
     finally:
@@ -171,7 +171,7 @@ def said(doctors: Sequence[Doctor]) -> list[Said]:
 
 
 def on_hosts(hosts: Hosts, variables: Sequence[Mapping[str, str]], *arguments: str) -> list[Said]:
-    """One rank on each host, whose rank 0 has the store."""
+    """Run one rank on each host; rank 0 hosts the store."""
     doctors = []
     for rank, further in enumerate(variables):
         of_rank = place(rank, len(variables), 29500, hosts[0].address) | {"LOCAL_RANK": "0"}
@@ -180,13 +180,13 @@ def on_hosts(hosts: Hosts, variables: Sequence[Mapping[str, str]], *arguments: s
 
 
 class Findings(dict[str, Any]):
-    """The findings of a report, by name; one that is missing shows those that are there."""
+    """The findings of a report by name; a missing name shows the names that exist."""
 
     def __missing__(self, name: str) -> Any:
         raise AssertionError(f"no {name} among {[*self.values()]}")
 
 
 def findings(path: Path) -> Findings:
-    """The findings of a report."""
+    """Return the findings of a report."""
     told = json.loads(path.read_text(encoding="utf-8"))
     return Findings({each["name"]: each for each in told["findings"]})

@@ -1,4 +1,4 @@
-"""Facts of jobs that never ran."""
+"""Invented facts of jobs that never ran."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ GIB = 1 << 30
 
 
 def report(rank: int, host: int = 0, **changes: Any) -> Report:
-    """A healthy rank on one of several hosts; ``size`` 4 unless it is changed."""
+    """Return a healthy rank on one of several hosts; ``size`` is 4 unless changed."""
     address = f"10.0.0.{host + 1}"
     healthy = Report(
         rank=rank,
@@ -38,7 +38,7 @@ def report(rank: int, host: int = 0, **changes: Any) -> Report:
 
 
 def evidence(*reports: Report, **changes: Any) -> Evidence:
-    """A job of four ranks, two on each of two hosts, all of which reach one another."""
+    """Return a job of four ranks, two on each of two hosts, that all reach one another."""
     every = reports or tuple(report(rank, rank // 2) for rank in range(4))
     by_rank = {each.rank: each for each in every}
     reached = {rank: tuple(Contact(peer) for peer in by_rank if peer != rank) for rank in by_rank}
@@ -48,7 +48,7 @@ def evidence(*reports: Report, **changes: Any) -> Evidence:
 
 
 def links(of: Evidence, speeds: dict[tuple[int, int], float] | None = None) -> tuple[Link, ...]:
-    """All links of a job: fast within a host, slower between hosts, but for some that are given.
+    """Return all links of a job: fast within a host and slower between hosts, except those given.
 
     Args:
         of: the job.

@@ -1,4 +1,4 @@
-"""Conclusions from made-up facts: what is found, whom it concerns, and what to set."""
+"""Conclusions from invented facts: what is found, which ranks it concerns, and what to set."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,27 +13,27 @@ LOOPBACK = "127.0.0.1"
 
 
 def only(of: Evidence) -> Finding:
-    """The one finding; fails if there are none or several."""
+    """Return the one finding; fail if there are none or several."""
     (found,) = findings(of)
     return found
 
 
 def with_one(rank: int, **changes: Any) -> Evidence:
-    """A healthy job but for one rank."""
+    """Return a healthy job except for one rank."""
     whole = evidence()
     changed = replace(whole.reports[rank], **changes)
     return replace(whole, reports={**whole.reports, rank: changed})
 
 
 def with_all(**changes: Any) -> Evidence:
-    """A job in which something holds for every rank."""
+    """Return a job in which every rank has the changes."""
     whole = evidence()
     reports = {rank: replace(each, **changes) for rank, each in whole.reports.items()}
     return replace(whole, reports=reports)
 
 
 def unreached(whole: Evidence, *pairs: tuple[int, int], problem: str = "no answer") -> Evidence:
-    """The same where some ranks were not reached."""
+    """Return the same job with some ranks unreachable."""
     made = {
         rank: tuple(
             Contact(each.peer, problem if (rank, each.peer) in pairs else "") for each in contacts
@@ -119,7 +119,7 @@ def test_an_interface_that_gloo_cannot_use() -> None:
     chosen = (("GLOO_SOCKET_IFNAME", "eth7"),)
     whole = with_one(3, address="", gloo_problem="Unable to find address", variables=chosen)
     assert not whole.is_whole
-    found = only(unreached(whole, (0, 3), (1, 3), (2, 3)))  # which the interface explains
+    found = only(unreached(whole, (0, 3), (1, 3), (2, 3)))  # explained by the interface
     assert (found.name, found.ranks) == ("gloo-interface", (3,))
     assert found.what == (
         "GLOO_SOCKET_IFNAME=eth7, but Gloo can't listen: Unable to find address; "
@@ -196,7 +196,7 @@ def test_names_that_are_slow_to_be_looked_up_on_the_stores_host() -> None:
     assert (
         "on node0 the name of ::ffff:10.0.0.2 took 5.0 s, the slowest of 7 look-ups" in found.what
     )
-    # The one that was quick may have been lucky.
+    # The fast lookup may have been luck.
     assert found.remedy.startswith(
         "add to /etc/hosts on node0 the lines '::ffff:10.0.0.1 node0', '::ffff:10.0.0.2 node1'; or"
     )
@@ -212,7 +212,7 @@ def test_the_line_for_a_name_on_one_host_and_lines_for_many() -> None:
 
 def test_names_that_are_quick_are_no_finding() -> None:
     assert findings(evidence(lookups=(Lookup(0, 2, "::ffff:10.0.0.2", 0.02, 50),))) == []
-    nobody = Lookup(0, 9, "::ffff:10.0.0.9", 5.0, 1)  # by a stranger, of a rank that there is not
+    nobody = Lookup(0, 9, "::ffff:10.0.0.9", 5.0, 1)  # from a stranger, for no rank of the job
     assert findings(evidence(lookups=(nobody,))) == []
 
 
@@ -268,7 +268,7 @@ def with_speeds(slow: dict[tuple[int, int], float]) -> Evidence:
 
 
 def test_a_host_whose_links_are_all_slow_is_one_finding() -> None:
-    # Half of all links: a median of links would be slow, too.
+    # Half of all links: their median would be slow, too.
     slow = {pair: 2e8 for rank in range(3) for pair in ((rank, 3), (3, rank))}
     found = only(with_speeds(slow))
     assert (found.name, found.ranks, found.hosts) == ("slow-link", (3,), ("node3",))

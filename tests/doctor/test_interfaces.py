@@ -1,4 +1,4 @@
-"""Where Gloo listens on this host, as Gloo itself says."""
+"""The interface that Gloo listens on, as Gloo itself reports it."""
 
 import contextlib
 import os
@@ -16,14 +16,14 @@ def test_this_host_has_loopback() -> None:
     report, _ = examine({})
     assert ("lo", "127.0.0.1") in report.interfaces
     assert report.interface_at("127.0.0.1") == "lo"
-    assert report.interface_at("203.0.113.7") == ""  # of no network, RFC 5737
+    assert report.interface_at("203.0.113.7") == ""  # in no network, RFC 5737
 
 
 def listening_addresses() -> set[str]:
-    """The IPv4 addresses at which this process listens."""
+    """Return the IPv4 addresses on which this process listens."""
     mine = set()
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the one by which we look
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of this listing
             mine.add(str(entry.readlink()))
     found = set()
     for line in Path("/proc/self/net/tcp").read_text(encoding="ascii").splitlines()[1:]:
@@ -40,7 +40,7 @@ def check_gloo_listens_where_we_say() -> None:
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
     assert listening_addresses() == {report.address}
     del group
-    assert listening_addresses() == set()  # nor does the doctor leave one
+    assert listening_addresses() == set()  # the doctor leaves no listener either
 
 
 @solo(environment={"GLOO_SOCKET_IFNAME": ""})

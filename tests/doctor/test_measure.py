@@ -1,4 +1,4 @@
-"""Links measured between real ranks: all of them, those that the time is enough for, and none."""
+"""Links measured between real ranks: all of them, those that fit into the time, and none."""
 
 import torch.distributed as dist
 

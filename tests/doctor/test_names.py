@@ -1,4 +1,4 @@
-"""How long the look-ups of names took, with a resolver that the test plays."""
+"""Durations of name lookups, with a resolver that the test controls."""
 
 import socket
 import threading
@@ -11,7 +11,7 @@ from objcomm._bootstrap.doctor.host import lookups
 
 
 class Resolver:
-    """Stands for the system's, and for the clock."""
+    """A fake of the system's resolver and of the clock."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *takes: float) -> None:
         self._takes = list(takes)
@@ -21,7 +21,7 @@ class Resolver:
         patch.setattr("objcomm._bootstrap.doctor.host.time", mock.Mock(monotonic=lambda: self._now))
 
     def look_up(self, address: tuple[str, int], flags: int) -> tuple[str, str]:
-        assert flags == socket.NI_NUMERICSERV  # as torch 2.13 asks
+        assert flags == socket.NI_NUMERICSERV  # as torch 2.13 calls it
         self.asked.append(address[0])
         self._now += self._takes.pop(0) if self._takes else 0.001
         raise socket.gaierror(socket.EAI_NONAME, "as good as any answer")

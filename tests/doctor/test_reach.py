@@ -1,4 +1,4 @@
-"""Names, ports and listeners: what is reached, how failures are named, and that waits end."""
+"""Names, ports and listeners: what is reachable, how failures are named, and that waits end."""
 
 import contextlib
 import socket
@@ -15,7 +15,7 @@ from objcomm._bootstrap.doctor.meeting import reach
 from tests.hosts import free_port
 
 HERE = "127.0.0.1"
-#: Long ago: there is no more patience than for a host.
+#: Long ago: only the time allowed for a host is left.
 NEVER = 0.0
 
 
@@ -97,7 +97,7 @@ def test_a_rank_may_answer_later_than_its_host() -> None:
     with socket.create_server((HERE, 0)) as server:
 
         def answer() -> None:
-            with contextlib.suppress(OSError):  # who came has left, or nobody comes any more
+            with contextlib.suppress(OSError):  # the client has left, or nobody connects any more
                 while True:
                     visitor, _ = server.accept()
                     time.sleep(0.2)

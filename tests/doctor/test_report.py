@@ -1,4 +1,4 @@
-"""How facts travel, and how the report looks: text, JSON, picture and command line."""
+"""How facts are transmitted, and how the report looks: text, JSON, picture and command line."""
 
 import json
 import re
@@ -114,7 +114,7 @@ def test_wrong_arguments_end_with_status_2(
     with pytest.raises(SystemExit) as ended:
         main(["doctor", *arguments])
     assert ended.value.code == 2
-    # By which words depends on how pytest was started.
+    # The exact text depends on how pytest was started.
     assert re.match(r"usage: (python -m )?objcomm ", capsys.readouterr().err)
 
 
@@ -147,4 +147,4 @@ command.check(command.Options(1.0))
     )
     assert done.returncode == 1
     assert "Timeout (0:00:00.5" in done.stderr
-    assert "in check" in done.stderr  # where it stood
+    assert "in check" in done.stderr  # where it was

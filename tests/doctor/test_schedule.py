@@ -1,4 +1,4 @@
-"""Who tries whom: every pair once, no host twice at a time, and a cap for large worlds."""
+"""Which rank tries which: every pair once, no host twice at a time, and a cap for large worlds."""
 
 import pytest
 

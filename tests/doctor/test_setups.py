@@ -1,4 +1,4 @@
-"""`python -m objcomm doctor` on set-ups that work and on broken ones, with real processes."""
+"""`python -m objcomm doctor` on working and broken setups, with real processes."""
 
 import json
 import socket
@@ -28,11 +28,11 @@ from tests.waits import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.long
 
-# Who is waited for in vain makes a test last as long as the first of these. Nothing else depends
-# on it: those who are there have come before the limit begins, or are looked for at its end.
+# A test with a missing rank takes as long as the first of these. Nothing else depends on it: ranks
+# that are there have arrived before the limit starts, or are looked for at its end.
 SHORT, LONG = "--timeout=2", "--timeout=60"
 
-# What a busy machine, or one with little memory or a slow resolver, may rightly be told.
+# Findings that are correct on a busy machine, or on one with little memory or a slow resolver.
 OF_THE_MACHINE = {"slow-link", "late-link", "slow-names", "shared-memory", "open-files"}
 
 
@@ -93,7 +93,7 @@ def torchrun(*arguments: str, **variables: str) -> Said:
     return by_command([*command, *DOCTOR[1:], LONG, *arguments], **variables)
 
 
-@pytest.mark.long  # by an agent of our own in the test before, and below with an error
+@pytest.mark.long  # with our own agent in the test before, and below with an error
 def test_under_torchrun_the_ranks_meet_in_its_store(told: Path) -> None:
     done = torchrun(f"--json={told}")
     assert set(findings(told)) <= OF_THE_MACHINE, done.out
@@ -106,7 +106,7 @@ def test_torchruns_own_report_ends_with_the_findings() -> None:
     done = torchrun(GLOO_SOCKET_IFNAME="nowhere0")
     assert done.status == 1
     assert "ERROR gloo-interface: ranks 0-1 on" in done.out
-    cause = " ".join(done.err.partition("Root Cause")[2].split())  # lines are wrapped
+    cause = " ".join(done.err.partition("Root Cause")[2].split())  # torchrun wraps lines
     assert "Unable to find address for: nowhere0" in cause
     assert "-> set GLOO_SOCKET_IFNAME=" in cause or "-> unset GLOO_SOCKET_IFNAME" in cause
 
@@ -123,13 +123,13 @@ def test_a_wrong_interface_is_named(agent: Agent, told: Path) -> None:
     assert "GLOO_SOCKET_IFNAME=nowhere0, but Gloo can't listen" in found["gloo-interface"]["what"]
     assert "GLOO_SOCKET_IFNAME" in found["gloo-interface"]["remedy"]
     assert [each.status for each in every] == [1, 1, 1]
-    assert "unreachable" not in found  # the interface says why
+    assert "unreachable" not in found  # the interface explains it
 
 
 def test_a_wrong_port_and_a_name_that_is_none_are_told_by_the_ranks_that_have_them(
     told: Path,
 ) -> None:
-    port, other = free_port(), 1  # at which nobody listens
+    port, other = free_port(), 1  # nobody listens on it
     places = [place(0, 3, port), place(1, 3, other), place(2, 3, port, "nobody.invalid")]
     zero, one, two = said([start(each, SHORT, f"--json={told}") for each in places])
     assert findings(told)["missing-ranks"]["ranks"] == [1, 2]
@@ -149,7 +149,7 @@ def test_one_rank_fewer_is_named(agent: Agent, told: Path) -> None:
     assert findings(told)["missing-ranks"]["ranks"] == [2]
     assert "rank 2: did not arrive within 2 s; ranks 0-1 did" in zero.out
     assert [zero.status, one.status] == [1, 1]
-    assert not without_look_ups(one.err)  # rank 0 has said it
+    assert not without_look_ups(one.err)  # rank 0 has reported it
 
 
 def test_without_rank_0_each_rank_speaks_for_itself(agent: Agent) -> None:
@@ -176,7 +176,7 @@ def test_a_second_rank_0_finds_the_first_ones_port_and_is_named(told: Path) -> N
     first = start(place(0, 2, port), LONG, f"--json={told}")
     wait_until(lambda: is_there(port), "rank 0's store")
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE_S))
-    arrived(store, 1)  # who comes first reports
+    arrived(store, 1)  # the first to arrive reports
     second = start(place(0, 2, port), LONG)
     arrived(store, 2)
     every = said([first, second, start(place(1, 2, port), LONG)])
@@ -221,7 +221,7 @@ def test_two_hosts_that_reach_the_first_but_not_each_other(told: Path) -> None:
 
 def test_a_network_that_loses_large_packets(told: Path) -> None:
     with Hosts(3) as hosts:
-        for host in (hosts[1], hosts[2]):  # their ports at the switch take 1500 bytes
+        for host in (hosts[1], hosts[2]):  # their switch ports have an MTU of 1500 bytes
             link = ("ip", "link", "set", "dev", host.interface)
             host.run(*link, "mtu", "9000", "gso_max_segs", "1", "gso_max_size", "2000")
         on_hosts(hosts, [{}, {}, {}], "--timeout=15", f"--json={told}")
@@ -240,7 +240,7 @@ def test_a_host_that_listens_on_loopback_only(told: Path) -> None:
     assert "unreachable" not in found
 
 
-# A name server that takes questions and answers none.
+# A name server that receives queries and answers none.
 _MUTE = """
 import socket, sys
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mute:
@@ -259,7 +259,7 @@ def test_names_that_the_stores_host_waits_for_and_the_lines_that_help(told: Path
     ):
         assert mute.stdout is not None
         assert mute.stdout.readline() == b"ready\n"
-        # Longer than most waits of the doctor's own; without it a look-up would take 10 s.
+        # Longer than most of the doctor's own waits; without it a lookup would take 10 s.
         slow = {"RES_OPTIONS": "timeout:3 attempts:2"}
         zero, one = on_hosts(hosts, [slow, slow], LONG, "--quick", f"--json={told}")
         found = findings(told)["slow-names"]
@@ -275,7 +275,9 @@ def test_names_that_the_stores_host_waits_for_and_the_lines_that_help(told: Path
 
 @pytest.mark.timed
 def test_a_slow_host_is_named_and_others_are_not(told: Path) -> None:
-    with Hosts(3, mbit=200) as hosts:  # the cards are the limit, and not what else runs here
+    with Hosts(
+        3, mbit=200
+    ) as hosts:  # the network cards are the bottleneck, whatever else runs here
         hosts.limit(2, 10)
         zero, *_ = on_hosts(hosts, [{}, {}, {}], LONG, f"--json={told}")
     slow = findings(told)["slow-link"]

@@ -1,1 +1,1 @@
-"""Ranks that die, stop, lose their connections or never come, in every operation's phases."""
+"""Ranks that die, stop, lose their connections or never arrive, in each phase of each operation."""

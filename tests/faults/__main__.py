@@ -1,4 +1,4 @@
-"""``python -m tests.faults``: carry out every fault and write docs/guide/faults.md's table."""
+"""``python -m tests.faults``: run every fault and write the table of docs/guide/faults.md."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "guide" / "faults.md"
 
 
 def main() -> None:
-    """Take some ten minutes."""
+    """Run for some ten minutes."""
 
     def told(case: Case) -> Outcome:
         outcome = carry_out(case)

@@ -1,8 +1,8 @@
-"""Short jobs that end as jobs do: some traffic, perhaps an error, and the interpreter's own exit.
+"""Short jobs that end as real jobs do: some traffic, perhaps an error, and the interpreter's exit.
 
-``python -m tests.faults.exiting FOLDER TURNS [EVENT...]`` runs each kind, or those that are named,
-so often and prints what did not end silently. Its ranks are forked after torch was imported, which
-is what takes long, and before anything else; each ends at the end of this program, as a program's
+``python -m tests.faults.exiting FOLDER TURNS [EVENT...]`` runs each kind, or those given, ``TURNS``
+times and prints those that did not end silently. Its ranks are forked after the import of torch,
+which takes longest, and before anything else; each exits at the end of this program, as a program's
 own process does.
 """
 
@@ -40,16 +40,16 @@ EVENTS = [
 #: With and without destroying the process group.
 ENDINGS = ["destroyed", "abandoned"]
 
-# In these rank 0 makes a call that no other rank makes, and the others may say so at their ends.
+# In these, rank 0 makes a call that no other rank makes, and the others may report it at exit.
 _UNMATCHED = {"work in flight", "large work in flight"}
 
-_LIMIT_SECONDS = 60.0  # of a hang
+_LIMIT_SECONDS = 60.0  # only a hang takes this long
 
 
 def main(folder: Path, turns: int, events: Sequence[str] = EVENTS) -> None:
-    """Run a job with each event ``turns`` times, each time with the other ending.
+    """Run a job with each event ``turns`` times, alternating the ending.
 
-    Returns in each of their ranks as well.
+    Returns in each of the ranks, too.
     """
     count = 0
     for turn, (number, event) in itertools.product(range(turns), enumerate(events)):
@@ -67,9 +67,9 @@ def main(folder: Path, turns: int, events: Sequence[str] = EVENTS) -> None:
             code, printed = _exit_code(pid), without_gloo(logs[rank].read_text(errors="replace"))
             is_told = event in _UNMATCHED and code == 120 and "DesyncError: " in printed
             if not is_told and (code, printed) != (0, ""):
-                print(event, ending, f"rank {rank} of {world_size}:", code, printed)  # noqa: T201  # its answer
+                print(event, ending, f"rank {rank} of {world_size}:", code, printed)  # noqa: T201  # its output
         count += 1
-    print(count, "jobs ended")  # noqa: T201  # its answer
+    print(count, "jobs ended")  # noqa: T201  # its output
 
 
 def _take_part(event: str, ending: str, store: Path, rank: int, logs: Sequence[Path]) -> None:
@@ -77,7 +77,7 @@ def _take_part(event: str, ending: str, store: Path, rank: int, logs: Sequence[P
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)
     torch.set_num_threads(1)
-    # A rank that comes late is none of what these jobs are about.
+    # Late ranks are not the subject of these jobs.
     patch.object(mesh, "_REPORT_SECONDS", _LIMIT_SECONDS).start()
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(store)), rank=rank, world_size=len(logs)
@@ -156,11 +156,11 @@ def _work_in_flight(rank: int) -> None:
 def _large_work_in_flight(rank: int) -> None:
     if rank == 0:
         _wait_shortly(objcomm.broadcast(bytes(30_000_000), async_op=True))
-    time.sleep(0.2)  # some of it moves before they end
+    time.sleep(0.2)  # part of it is transferred before they end
 
 
 class _Slow:
-    """Keeps a line busy where it arrives, while no rank waits for another."""
+    """Keep a thread busy on the receiving rank while no rank waits for another."""
 
     def __setstate__(self, state: object) -> None:
         time.sleep(0.5)
@@ -176,14 +176,14 @@ def _works_behind_a_slow_one(rank: int) -> None:
     if rank == 1:
         slow.wait()
         store.set("sent", "")
-        time.sleep(1.0)  # to be there while others end
+        time.sleep(1.0)  # outlives the other ranks
     store.wait(["sent"])
     for each in (slow, work):
         _wait_shortly(each)
 
 
 def _wait_shortly(work: objcomm.Work[object]) -> None:
-    with contextlib.suppress(TimeoutError, objcomm.TransportError):  # or others have ended
+    with contextlib.suppress(TimeoutError, objcomm.TransportError):  # if others have ended
         work.wait(0.05)
 
 

@@ -1,4 +1,4 @@
-"""The helpers of several families, each called in one way."""
+"""The helpers of several families, each called in the same way."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ _Call = Callable[[Case, Callable[[], None]], Any]
 
 
 def call(case: Case, callback: Callable[[], None]) -> Any:
-    """Carry the case's helper out; ``callback`` is what this rank's own part of it begins with."""
+    """Run the case's helper; ``callback`` is called at the start of this rank's part."""
     return _CALLS[case.operation](case, callback)
 
 

@@ -1,7 +1,7 @@
-"""What each rank does where two of them talk: the victim, its partner, and who waits for neither.
+"""The part of each rank when two of them talk: the victim, its partner, and uninvolved ranks.
 
-The ranks besides the two receive what the partner sends them when its own call is over: what
-happens to the victim must not reach them. In a ring every rank has to do with the victim.
+After its own call, the partner sends a message to each uninvolved rank: they receive it, because
+the victim's fault must not reach them. In a ring every rank is involved.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ Call = Callable[[], Any]
 
 
 def meet(case: Case, rank: int) -> None:
-    """Let each two ranks connect."""
+    """Connect each pair of ranks."""
     for tag in range(1, case.world_size):
         peers = (rank + tag) % case.world_size, (rank - tag) % case.world_size
         objcomm.sendrecv("met", *peers, tag=tag)
 
 
 def expected(case: Case, rank: int) -> Any:
-    """What the call returns on one rank if nothing is wrong."""
+    """Return what the call returns on one rank without a fault."""
     if case.operation == "sendrecv":
         return contribution(case, (rank - 1) % case.world_size)
     if rank not in {case.victim, case.partner}:
@@ -36,9 +36,9 @@ def expected(case: Case, rank: int) -> Any:
 
 
 def call_of(case: Case, rank: int) -> Call:
-    """This rank's part.
+    """Return this rank's part.
 
-    A call that is made once more after an interrupt does what is left to do.
+    A call that is repeated after an interrupt completes what is left.
     """
     if rank not in {case.victim, case.partner} and case.operation != "sendrecv":
         return lambda: _recv(case, case.partner, _RELEASE_TAG)
@@ -70,7 +70,7 @@ def _receiver_of(case: Case, rank: int, peer: int) -> Call:
 
 
 def release(case: Case, rank: int) -> None:
-    """The partner's call is over: let those go on that wait for it."""
+    """Once the partner's call is over, release the ranks that wait for it."""
     if rank != case.partner or case.operation == "sendrecv":
         return
     for other in range(case.world_size):
@@ -79,7 +79,7 @@ def release(case: Case, rank: int) -> None:
 
 
 def talk_again(case: Case, rank: int) -> str:
-    """Survivors of a pair's failure go on talking, and find out in their next collective."""
+    """Let the survivors talk on, and learn of the fault in their next collective."""
     at = case.survivors.index(rank)
     after, before = (case.survivors[(at + by) % len(case.survivors)] for by in (1, -1))
     if objcomm.sendrecv(rank, after, before, tag=1) != before:
@@ -97,7 +97,7 @@ def _is_sender(case: Case, rank: int) -> bool:
 
 
 def _once_begun(begin: Callable[[], objcomm.Work[Any]]) -> Call:
-    """Begin at the first call; one that follows an interrupt waits for the same."""
+    """Start the operation at the first call; a call after an interrupt waits for the same one."""
     begun: list[objcomm.Work[Any]] = []
 
     def call() -> Any:
@@ -106,7 +106,7 @@ def _once_begun(begin: Callable[[], objcomm.Work[Any]]) -> Call:
         try:
             return begun[0].wait()
         except Exception:
-            begun.clear()  # its traceback holds this frame, and the work holds the error
+            begun.clear()  # its traceback refers to this frame, and the work to the error
             raise
 
     return call
@@ -124,7 +124,7 @@ def _in_a_ring(case: Case, rank: int) -> Call:
     def call() -> Any:
         nonlocal calls
         calls += 1
-        if calls > 1:  # what was to be sent is on its way
+        if calls > 1:  # the first call has sent it
             return objcomm.recv(before, timeout=case.limit_seconds)
         obj = contribution(case, rank)
         return objcomm.sendrecv(obj, after, before, timeout=case.limit_seconds)

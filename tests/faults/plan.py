@@ -1,6 +1,6 @@
-"""What is done to which rank, where in which operation, and what the others must then see.
+"""Which fault strikes which rank, in which operation and phase, and what the others must see.
 
-Declarations only: ``run`` carries them out, ``table`` writes down what was seen.
+Declarations only: ``run`` runs them, ``table`` writes the results.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from tests.group.operations import ROOTED
 
 
 class Phase(StrEnum):
-    """How far the victim has come in its call."""
+    """How far the victim is in its call."""
 
     BEFORE = "before its call"
     FIRST_USE = "before the group's first use"
@@ -38,9 +38,9 @@ class Fault(StrEnum):
     INTERRUPTED = "interrupted (SIGINT)"
 
 
-#: After these its process is gone.
+#: Faults after which the victim's process is gone.
 DEADLY = {Fault.KILLED, Fault.EXITS, Fault.FORKED}
-#: After these the survivors' time limit passes.
+#: Faults after which the survivors time out.
 UNANSWERED = {Fault.STOPPED, Fault.ABSENT, Fault.STORE_STOPPED}
 
 COLLECTIVES = [
@@ -57,14 +57,14 @@ COLLECTIVES = [
     "reduce_and_broadcast",
     "barrier",
 ]
-#: Between two ranks; the last one goes round in a ring.
+#: Operations between two ranks; the last one forms a ring.
 POINT_TO_POINT = ["send", "isend", "recv", "irecv", "recv from any", "probe", "sendrecv"]
-#: What makes groups.
+#: Operations that create groups.
 DIVISIONS = ["split", "dup", "node_group", "leaders", "new_group"]
-#: One of each family of helpers, and more where one sends otherwise; tried, but in no table.
+#: One helper of each family, more where one sends differently; tested, but not in the table.
 HELPERS = ["run_on_main", "main_first", "average_metrics", "agree", "sync_gradients", "sync_model"]
 OPERATIONS = [*COLLECTIVES, *POINT_TO_POINT, *DIVISIONS]
-#: The same by who waits for whom. Of each, the quick tests take one operation after the other.
+#: Operations by who waits for whom. The quick tests take the operations of each in turn.
 FAMILIES = [
     ["broadcast"],
     ["gather", "all_gather"],
@@ -77,7 +77,7 @@ FAMILIES = [
     ["split", "dup", "node_group", "leaders"],
     ["new_group"],
 ]
-#: What torch calls the same.
+#: torch's names of the same operations.
 TORCHS = {
     "broadcast": "broadcast_object_list",
     "gather": "gather_object",
@@ -89,14 +89,14 @@ TORCHS = {
 
 SMALL_NBYTES = 100
 LARGE_NBYTES = 32 << 20
-#: A wait that shall end by its limit.
+#: Timeout of a wait that is meant to time out.
 LIMIT_SECONDS = 2.0
-#: The same where no duration is held: on a busy machine a victim takes long to reach its payload,
+#: The same if no duration is checked: on a busy machine a victim takes long to reach its payload,
 #: and a survivor its call.
 PATIENT_LIMIT_SECONDS = 4.0
-#: For faults that must not end by a limit; longer than anybody waits for what a rank has seen.
+#: Timeout for faults that must not time out; longer than any test waits for a rank's report.
 FAR_SECONDS = 120.0
-#: How long a victim is stopped that is resumed in time.
+#: How long a victim is stopped before it is resumed in time.
 STOP_SECONDS = 1.2
 
 
@@ -104,17 +104,17 @@ class Case(NamedTuple):
     """One fault in one operation.
 
     Attributes:
-        operation: objcomm's name of it.
+        operation: its name in objcomm.
         fault: what happens.
         phase: when.
         world_size: number of ranks.
-        victim: to which rank.
-        root: source or destination, where there is one.
+        victim: the rank that it strikes.
+        root: source or destination, if there is one.
         nbytes: what each rank contributes.
         library: ``"objcomm"``, or ``"torch"`` for its own object collectives.
-        asked_phase: the phase of the table's row; not every operation has a payload.
-        is_over_gloo: whether ranks may not have a link of objcomm's own.
-        is_across: whether ranks are as if on several hosts, see ``host_of``.
+        asked_phase: the phase in the table's row; not every operation has a payload.
+        is_over_gloo: whether ranks can't use objcomm's own links.
+        is_across: whether ranks pretend to be on several hosts, see ``host_of``.
     """
 
     operation: str
@@ -130,78 +130,79 @@ class Case(NamedTuple):
     is_across: bool = False
 
     def host_of(self, rank: int) -> int:
-        """On which host a rank is as if it were, where they are across.
+        """Return the host that a rank pretends to be on, if the ranks are across hosts.
 
-        On one of its own, but where nothing except a process beside the victim can tell: a child
-        that it has forked keeps its connections, or there are none yet after an error.
+        Each rank has its own, unless only a process on the victim's host can report the fault: a
+        forked child keeps the victim's connections open, or there are no connections yet after an
+        error.
         """
         is_told = self.fault is Fault.FORKED or self.phase is Phase.AFTER_ERROR
         return rank // 2 if is_told else rank
 
     @property
     def limit_seconds(self) -> float:
-        """The time limit of each call."""
-        # Torch connects, and hears of no death meanwhile; nor of closed sockets, where it is about
-        # to use them: it tries again up to its limit.
+        """Return the timeout of each call."""
+        # While torch connects, it notices neither a death nor closed sockets that it is about to
+        # use: it retries until its timeout.
         is_deaf = self.phase is Phase.CONNECTING and self.fault in DEADLY | {Fault.DISCONNECTED}
         return LIMIT_SECONDS if is_deaf or self.fault in UNANSWERED else FAR_SECONDS
 
     @property
     def survivors(self) -> list[int]:
-        """All ranks but the victim."""
+        """List all ranks except the victim."""
         return [rank for rank in range(self.world_size) if rank != self.victim]
 
     @property
     def living(self) -> list[int]:
-        """All ranks whose processes outlive the fault."""
+        """List all ranks whose processes survive the fault."""
         return self.survivors if self.fault in DEADLY else list(range(self.world_size))
 
     @property
     def is_between_two(self) -> bool:
-        """Whether it is no collective."""
+        """Return whether it is point-to-point."""
         return self.operation in POINT_TO_POINT
 
     @property
     def is_apart(self) -> bool:
-        """Whether its ranks meet by themselves, apart from the world, and survivors can again."""
+        """Return whether its ranks connect apart from the world, so that survivors can again."""
         return self.operation == "new_group"
 
     @property
     def partner(self) -> int:
-        """Whom the victim talks to, if it talks to one rank."""
+        """Return the rank that the victim talks to, if there is only one."""
         return self.survivors[0]
 
     @property
     def victim_receives(self) -> bool:
-        """Whether the victim is the receiver of a message to it, and not the sender of one."""
+        """Return whether the victim is the receiver, not the sender, of its message."""
         return self.operation in {"send", "isend"}
 
     @property
     def could_be_any(self) -> bool:
-        """Whether its partner waits for any rank, and nobody has begun to send."""
+        """Return whether its partner receives from any rank, and no rank has started sending."""
         is_open = self.phase is Phase.BEFORE and self.fault in UNANSWERED
         return self.operation == "recv from any" and is_open
 
     @property
     def is_resumable(self) -> bool:
-        """Whether the victim's call, ended by an interrupt, can be made once more."""
-        # What sends synchronously has given up, and its partner is told.
+        """Return whether the victim can repeat its call after an interrupt."""
+        # A synchronous send has given up, and its partner is notified.
         return self.victim_receives or self.operation in {"irecv", "sendrecv"}
 
     @property
     def concerned(self) -> list[int]:
-        """The survivors that have to do with the victim."""
+        """List the survivors that communicate with the victim."""
         is_pair = self.is_between_two and self.operation != "sendrecv"
         return [self.partner] if is_pair else self.survivors
 
     @property
     def is_disconnected(self) -> bool:
-        """Whether nobody is joined to any other when the fault happens."""
+        """Return whether no ranks are connected when the fault happens."""
         return self.phase in {Phase.FIRST_USE, Phase.AFTER_ERROR}
 
     @property
     def is_stores_host(self) -> bool:
-        """Whether the victim hosts the store, and not a process of its own."""
+        """Return whether the victim hosts the store, instead of a separate process."""
         return self.fault is Fault.STORE_STOPPED
 
     def __str__(self) -> str:
@@ -218,19 +219,19 @@ class Case(NamedTuple):
         )
 
 
-#: What returns nothing.
+#: Operations that return nothing.
 _EMPTY = {"barrier", "main_first", "sync_gradients", "sync_model"}
 
 
 def limit_of(case: Case, *, is_patient: bool) -> float:
-    """The limit of a wait that ends by one."""
-    # Torch connects up to the limit, and all ranks have to come there within it.
+    """Return the timeout of a wait that is meant to time out."""
+    # Torch connects until the timeout, and all ranks have to arrive within it.
     is_awaited = case.fault in {Fault.STOPPED, Fault.ABSENT} or case.phase is Phase.CONNECTING
     return PATIENT_LIMIT_SECONDS if is_patient and is_awaited else LIMIT_SECONDS
 
 
 def expected(case: Case, rank: int) -> Any:
-    """What the operation returns on one rank if nothing is wrong."""
+    """Return what the operation returns on one rank without a fault."""
     size = range(case.world_size)
     if case.operation in DIVISIONS or case.operation in _EMPTY:
         return list(size) if case.operation in DIVISIONS else None
@@ -247,16 +248,16 @@ def expected(case: Case, rank: int) -> Any:
 
 
 def contribution(case: Case, rank: int) -> bytes:
-    """What one rank brings; the victim's is as long as the others'."""
+    """Return what one rank contributes; the victim's is as long as the others'."""
     return bytes([rank + 1]) * case.nbytes
 
 
 def _awaited_root(operation: str, victim: int) -> int:
-    """A root with which others wait for the victim."""
+    """Return a root for which others wait for the victim."""
     return victim if operation in {"broadcast", "scatter"} else 0
 
 
-#: The table's rows: a fault, and when it happens.
+#: The table's rows: a fault, and its phase.
 TRIED: list[tuple[Fault, Phase]] = [
     (Fault.KILLED, Phase.FIRST_USE),
     (Fault.KILLED, Phase.AFTER_ERROR),
@@ -276,7 +277,7 @@ TRIED: list[tuple[Fault, Phase]] = [
 
 
 def tabled() -> Iterator[Case]:
-    """Every fault of the table in every operation, in three ranks of which the middle one fails."""
+    """Yield every fault of the table in every operation; the middle one of three ranks fails."""
     for fault, phase in TRIED:
         victim = 0 if fault is Fault.STORE_STOPPED else 1
         for operation in OPERATIONS:
@@ -291,8 +292,8 @@ def tabled() -> Iterator[Case]:
 
 
 def _possible(operation: str, fault: Fault, phase: Phase) -> Phase:
-    """The phase that comes nearest: what a barrier sends, or who divides, is all header."""
-    # While torch connects, a forked child would keep it until its own limit.
+    """Return the nearest possible phase: barriers and divisions send headers only."""
+    # While torch connects, a forked child would keep the connection until its own timeout.
     is_heard = fault is not Fault.FORKED
     if phase is Phase.PAYLOAD and operation in DIVISIONS and is_heard:
         return Phase.CONNECTING
@@ -301,21 +302,21 @@ def _possible(operation: str, fault: Fault, phase: Phase) -> Phase:
 
 
 def in_torch(case: Case) -> Case | None:
-    """The same fault in torch's own operation; ``None`` if it has none."""
-    # Torch has no error that a group outlives, and connects before any call.
+    """Return the same fault in torch's own operation; ``None`` if there is none."""
+    # A group in torch survives no error, and torch connects before any call.
     if case.operation not in TORCHS or case.phase in {Phase.FIRST_USE, Phase.AFTER_ERROR}:
         return None
     return case._replace(library="torch")
 
 
-# Gloo carries objects only where ranks can't have streams.
+# Gloo carries objects only if ranks can't have streams.
 _EACH_OVER_GLOO = 4
 
 
 def suite_cases() -> Iterator[Case]:
-    """All that the suite tries, each case once: the table, and what it has no row for.
+    """Yield each case of the suite once: the table, and what has no row in it.
 
-    Between hosts what the quick tests try within one, and of that a part over Gloo.
+    The quick cases are repeated across hosts, and some of them over Gloo.
     """
     across = [case._replace(is_across=True) for case in quick_cases()]
     over_gloo = [case._replace(is_over_gloo=True) for case in quick_cases()][::_EACH_OVER_GLOO]
@@ -324,9 +325,9 @@ def suite_cases() -> Iterator[Case]:
 
 
 def quick_cases() -> Iterator[Case]:
-    """Each fault in each family, by operations and at moments that take turns, and a few more.
+    """Yield each fault in each family, alternating operations and phases, and a few more.
 
-    ``make test`` tries these, and ``make test-long`` the rest of the suite's.
+    ``make test`` runs these, and ``make test-long`` the rest of the suite.
     """
     by_place = {(case.operation, case.fault, case.asked_phase): case for case in tabled()}
     chosen: list[Case] = []
@@ -338,16 +339,16 @@ def quick_cases() -> Iterator[Case]:
     yield from {str(case): case for case in chain(chosen, _QUICK)}.values()
 
 
-#: Other places in a world, other sizes and helpers, one of each kind.
+#: Other victims, world sizes and helpers, one of each kind.
 _QUICK = [
-    # The hub, a rank that only receives, and one whose death a third one has to hear of.
+    # The hub, a rank that only receives, and one whose death reaches some rank only through others.
     Case("all_gather", Fault.KILLED, Phase.BETWEEN, victim=0),
     Case("broadcast", Fault.KILLED, Phase.PAYLOAD, victim=2),
     Case("all_reduce", Fault.KILLED, Phase.PAYLOAD, victim=2, world_size=4),
     Case("broadcast", Fault.KILLED, Phase.IN_CALL, 2, root=1, nbytes=SMALL_NBYTES),
     Case("reduce", Fault.KILLED, Phase.CALLBACK, victim=0),
     Case("main_first", Fault.EXITS, Phase.CALLBACK, victim=2),
-    # Where only the first rank gives something, it is the victim.
+    # If only the first rank contributes something, it is the victim.
     Case("run_on_main", Fault.KILLED, Phase.PAYLOAD, victim=0),
     Case("average_metrics", Fault.ABSENT, Phase.BEFORE, victim=2, nbytes=SMALL_NBYTES),
     Case("sync_gradients", Fault.KILLED, Phase.PAYLOAD),

@@ -1,4 +1,4 @@
-"""What one process does in a case: join, make the call, say what it saw, and leave."""
+"""One process of a case: join, make the call, report the result, and leave."""
 
 import contextlib
 import faulthandler
@@ -44,7 +44,7 @@ from tests.group.operations import OPERATIONS, ROOTED, first
 from tests.ranks import OVER_GLOO
 from tests.waits import PATIENCE_S, wait_until
 
-#: Torch's object collectives take no limit for one call, so the group gets one that is not long.
+#: Torch's object collectives have no timeout per call, so the group gets a short one.
 TORCHS_LIMIT_SECONDS = 5.0
 
 
@@ -54,14 +54,14 @@ class Seen:
 
     Attributes:
         call: 0 for the call in which the fault happened, 1 for the next one.
-        error: the type's name; ``"returned"`` if it returned what it should.
+        error: the type's name; ``"returned"`` if it returned the expected result.
         ranks: the ranks that the error names.
         at: when, in seconds of a clock that all processes share.
-        text: the error's.
+        text: the error's text.
         silent: ranks that did not answer.
-        is_store_silent: whether the store did not.
-        places: per rank that answered, where it is.
-        seconds_of_limit: the time limit that the error names.
+        is_store_silent: whether the store did not answer.
+        places: the position of each rank that answered.
+        seconds_of_limit: the timeout that the error names.
         began: when the rank made the call, on the same clock as ``at``.
     """
 
@@ -78,7 +78,7 @@ class Seen:
 
 
 class Left(NamedTuple):
-    """What a process finds left behind after it has destroyed its groups."""
+    """What a process still holds after it has destroyed its groups."""
 
     threads: list[str]
     sockets: list[str]
@@ -89,7 +89,7 @@ def take_part(  # noqa: C901  # one step after another
 ) -> None:
     """Be one rank of a case.
 
-    The parent sends the store's port, then lets the later steps begin one by one.
+    The parent sends the store's port, then triggers the later steps one by one.
     """
     if is_patient:
         _be_patient(case)
@@ -105,7 +105,7 @@ def take_part(  # noqa: C901  # one step after another
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
-    gc.disable()  # no cycle may keep a connection open until the collector comes by
+    gc.disable()  # no cycle may keep a connection open until the next collection
     store = _store(case, rank, pipe)
     baseline = sockets()
     limit = TORCHS_LIMIT_SECONDS if case.library == "torch" else FAR_SECONDS
@@ -122,7 +122,7 @@ def take_part(  # noqa: C901  # one step after another
     mesh_sockets = sockets() - (baseline if case.library == "torch" else before_mesh)
 
     def stay() -> None:
-        pipe.close()  # or its parent's end would not show
+        pipe.close()  # or the end of its parent would go unnoticed
         until = time.monotonic() + PATIENCE_S
         while log.exists() and time.monotonic() < until:
             time.sleep(0.05)
@@ -133,11 +133,11 @@ def take_part(  # noqa: C901  # one step after another
         del call
     else:
         if case.fault is Fault.INTERRUPTED:
-            pipe.recv()  # the victim waits in its call until then
+            pipe.recv()  # until then the victim waits in its call
         pipe.send(_seen(case, rank, call))
-        del call  # it holds what failed
+        del call  # it refers to what failed
         if case.is_between_two:
-            with contextlib.suppress(RuntimeError):  # torch's, whose group is broken now
+            with contextlib.suppress(RuntimeError):  # from torch, whose group is now broken
                 pairs.release(case, rank)
     for step in iter(pipe.recv, None):
         pipe.send(_STEPS[step](case, rank, store, baseline))
@@ -153,7 +153,7 @@ def _store(case: Case, rank: int, pipe: Connection) -> dist.TCPStore:
 
 
 def _meet(case: Case, rank: int, store: dist.Store) -> None:
-    """Connect as far as the case has it; the world's own connections stand on every rank then."""
+    """Connect as far as the case says; the world is then connected on every rank."""
     if case.library == "torch":
         dist.barrier()
         return
@@ -166,8 +166,8 @@ def _meet(case: Case, rank: int, store: dist.Store) -> None:
     if case.phase is Phase.AFTER_ERROR:
         with pytest.raises(objcomm.DesyncError):
             objcomm.barrier() if rank == case.victim else objcomm.all_gather(rank)
-    # Who has returned may die at once, while another is still about to end the same call; who stops
-    # with the store would leave the others here.
+    # A rank that has returned may die immediately while another is still ending the same call. If
+    # the store stops with the victim, the others would get stuck here.
     if case.fault is not Fault.STORE_STOPPED:
         store.add("joined", 1)
         wait_until(lambda: store.add("joined", 0) == case.world_size, "all to have joined")
@@ -194,24 +194,24 @@ def _call_of(case: Case, rank: int) -> Callable[[], Any]:
 
 
 def _be_patient(case: Case) -> None:
-    """Give a busy machine's ranks and store more time to answer than the package gives them."""
+    """Give the ranks and the store on a busy machine more time to answer than the package does."""
     patch.object(plan, "LIMIT_SECONDS", limit_of(case, is_patient=True)).start()
     if case.fault is Fault.STORE_STOPPED:
-        return  # nobody is to wait for a store that never answers
-    # Of one that is stopped no answer comes.
+        return  # no rank should wait for a store that never answers
+    # A stopped rank never answers.
     answers = 2.0 if case.fault is Fault.STOPPED else 6.0
     patch.object(inquiry, "_ANSWERS_WITHIN_SECONDS", answers).start()
     patch.object(BoardThread.call, "__defaults__", (8.0,)).start()
     patch.object(watchdog, "_EXPIRY_SECONDS", 16.0).start()
-    patch.object(link, "_GRACE_SECONDS", 30.0).start()  # Gloo's own limit comes after all of these
+    patch.object(link, "_GRACE_SECONDS", 30.0).start()  # Gloo's own timeout comes last
     for module in (channel, watchdog):
         patch.object(module, "FAREWELL_SECONDS", 8.0).start()
 
 
 def _end_patience() -> None:
-    """Let the watchdog forget calls that are over: it keeps each until it had ended it by itself.
+    """Let the watchdog drop calls that are over: it keeps each until its own deadline for it.
 
-    With the patience that a busy machine's ranks have, that is 16 s after a limit has passed.
+    With the extra patience for a busy machine, that is 16 s after a timeout.
     """
     dog = watchdog._watchdogs.watchdog()  # noqa: SLF001  # the package need not hurry
     dog._fallbacks[:] = [(0.0, end) for _, end in dog._fallbacks]  # noqa: SLF001  # likewise
@@ -219,7 +219,7 @@ def _end_patience() -> None:
 
 
 def _division(case: Case, rank: int) -> Callable[[], Any]:
-    if case.operation == "leaders":  # of as many hosts as ranks, or nobody has to connect
+    if case.operation == "leaders":  # one host per rank, or no connection is needed
         patch.object(split, "machine", lambda: f"host of rank {rank}").start()
     options: dict[str, Any] = {"timeout": case.limit_seconds}
     options |= {"color": 0} if case.operation == "split" else {}
@@ -278,7 +278,7 @@ def _interrupted(case: Case, pipe: Connection, call: Callable[[], Any]) -> Seen:
             call()
     except KeyboardInterrupt as error:
         return Seen(0, "KeyboardInterrupt", (), time.monotonic(), str(error))
-    except Exception as error:  # noqa: BLE001  # told to the parent
+    except Exception as error:  # noqa: BLE001  # reported to the parent
         return Seen(0, type(error).__name__, (), time.monotonic(), str(error))
     return Seen(0, "returned", (), time.monotonic())
 
@@ -288,7 +288,7 @@ def _want(case: Case, rank: int) -> Any:
 
 
 def _seen(case: Case, rank: int, call: Callable[[], Any]) -> Seen:
-    """How the call ends, or, where this rank waits for nobody in it, the next one."""
+    """Return how the call ends or, if this rank waits for nobody in it, the next call."""
     want = _want(case, rank)
     number = 0
     began = time.monotonic()
@@ -297,7 +297,7 @@ def _seen(case: Case, rank: int, call: Callable[[], Any]) -> Seen:
             if call() != want:
                 return Seen(number, "wrong", (), time.monotonic())
             number += 1
-    except Exception as error:  # noqa: BLE001  # told to the parent
+    except Exception as error:  # noqa: BLE001  # reported to the parent
         ranks = getattr(error, "missing", getattr(error, "peers", ()))
         return Seen(
             number,
@@ -315,7 +315,7 @@ def _seen(case: Case, rank: int, call: Callable[[], Any]) -> Seen:
 
 
 def _call_again(case: Case, rank: int, store: dist.Store, baseline: set[str]) -> tuple[str, float]:
-    """What a later call on the group raises, and after how long."""
+    """Return what a later call on the group raises, and after how long."""
     del store, baseline
     began = time.monotonic()
     if case.is_between_two:
@@ -333,7 +333,7 @@ def _call_again(case: Case, rank: int, store: dist.Store, baseline: set[str]) ->
 
 
 def _begin_anew(case: Case, rank: int, store: dist.Store, baseline: set[str]) -> list[Any]:
-    """A new process group of the survivors over the same store, after the old one is destroyed."""
+    """Destroy the process group, and create one of the survivors over the same store."""
     del baseline
     members = case.survivors
     told: list[Any] = []
@@ -354,12 +354,12 @@ def _begin_anew(case: Case, rank: int, store: dist.Store, baseline: set[str]) ->
 
 
 def _leave(case: Case, rank: int, store: dist.Store, baseline: set[str]) -> Left:
-    """Destroy everything, and find what stays."""
+    """Destroy everything, and report what is left."""
     del store
     dist.destroy_process_group()
     _end_patience()
     until = time.monotonic() + PATIENCE_S
-    is_store_here = case.is_stores_host and rank == case.victim  # whose sockets stay
+    is_store_here = case.is_stores_host and rank == case.victim  # its sockets stay
     while (left := _left(baseline)).threads or (left.sockets and not is_store_here):
         if time.monotonic() > until:
             break
@@ -370,7 +370,7 @@ def _leave(case: Case, rank: int, store: dist.Store, baseline: set[str]) -> Left
 def _left(baseline: set[str]) -> Left:
     names = [each.name for each in threading.enumerate() if each.name.startswith("objcomm")]
     others = [name for name in names if name != "objcomm-watch"]
-    # That one has a pair of sockets, which have no names; it is there once for each process.
+    # It has a pair of unnamed sockets, one pair per process.
     stayed = sorted(ends_of(sockets() - baseline), key=bool)
     return Left(others, stayed[2 if "objcomm-watch" in names else 0 :])
 

@@ -1,4 +1,4 @@
-"""Carries a case out on real processes, and collects what each rank saw and left behind."""
+"""Run a case on real processes, and collect what each rank saw and left behind."""
 
 import contextlib
 import os
@@ -22,14 +22,14 @@ from tests.waits import PATIENCE_S
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-#: Who of torch's ranks has not said anything by then hangs; objcomm's are a test's, and get longer.
+#: A torch rank that has not reported by then hangs; objcomm's ranks get a test's patience.
 HANG_SECONDS = 20.0
 _TORCHS_END_SECONDS = 5.0
-#: The key of a rank's process, of which one stays for each world.
+#: The key of a rank's process; one stays for each world.
 PROCESS = re.compile(r"objcomm/process/\d+$")
 _MADE_GROUP = re.compile(r"objcomm/[0-9a-f]{16}/")
 _STACKS_SECONDS = 0.5
-# A victim may be held up between its word and its stop, and what wakes it before that is lost.
+# A victim may be delayed between its report and its stop; a wake-up before the stop is lost.
 _WAKE_AGAIN_SECONDS = 0.1
 
 
@@ -38,15 +38,16 @@ class Outcome:
     """What a case has led to.
 
     Attributes:
-        case: which.
-        fault_at: when the fault happened, by the clock that all processes share.
+        case: the case.
+        fault_at: when the fault happened, on a clock that all processes share.
         seen: by rank, how its call ended; a rank that hangs is missing.
-        later: by surviving rank, the type of a later call's error and the seconds until it came.
+        later: by surviving rank, the error type of a later call and the seconds until it was
+            raised.
         anew: by surviving rank, what a new process group of the survivors returned.
-        left: by surviving rank, what stayed in its process.
+        left: by surviving rank, what its process still held.
         exits: by rank, the exit code.
-        printed: by rank, what it wrote to its standard output and error.
-        keys: what stayed in the store, torch's own keys left out.
+        printed: by rank, its standard output and error.
+        keys: the keys left in the store, except torch's own.
     """
 
     case: Case
@@ -60,12 +61,12 @@ class Outcome:
     keys: list[str] = field(default_factory=list)
 
     def seconds(self, rank: int) -> float:
-        """How long after the fault a rank's call ended."""
+        """Return how long after the fault a rank's call ended."""
         return self.seen[rank].at - self.fault_at
 
 
 def carry_out(case: Case, *, is_patient: bool = False) -> Outcome:
-    """Run one case to its end; nothing of it stays.
+    """Run one case to its end, and clean up.
 
     Args:
         case: what to run.
@@ -109,7 +110,7 @@ class _Run:
         self._end_seconds = _TORCHS_END_SECONDS if is_torchs else PATIENCE_S
 
     def connect(self) -> None:
-        """Let all ranks find the store."""
+        """Give all ranks the store's port."""
         port = 0
         if self._case.is_stores_host:
             port = self._pipes[self._case.victim].recv()
@@ -121,7 +122,7 @@ class _Run:
                 pipe.send(port)
 
     def collect(self) -> None:
-        """Take in what all ranks tell, and wake a victim that has been stopped."""
+        """Receive the reports of all ranks, and resume a stopped victim."""
         waiting = dict(enumerate(self._pipes))
         until = time.monotonic() + self._hang_seconds
         while waiting and (now := time.monotonic()) < until:
@@ -136,7 +137,7 @@ class _Run:
                         self._resume_at = float("inf")
 
     def _take(self, rank: int) -> bool:
-        """One word of a rank's; returns whether it may have more to say."""
+        """Receive one report of a rank; return whether more may follow."""
         try:
             told = self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
@@ -158,7 +159,7 @@ class _Run:
         return all(rank in self.outcome.seen for rank in ranks)
 
     def _release(self) -> None:
-        """End what keeps the victim from its call."""
+        """Release what keeps the victim from its call."""
         if self._case.fault is Fault.RESUMED:
             self._resume_at = time.monotonic() + _WAKE_AGAIN_SECONDS
         if self._case.fault in {Fault.STOPPED, Fault.RESUMED, Fault.STORE_STOPPED}:
@@ -168,7 +169,7 @@ class _Run:
             self._pipes[self._case.victim].send("come")
 
     def continue_with_survivors(self) -> None:
-        """What the group is worth afterwards, what a new one is, and what stays."""
+        """Find out how the group and a new one behave afterwards, and what is left."""
         outcome, case = self.outcome, self._case
         if not self._has_all(case.survivors):
             return  # one hangs: that is the finding
@@ -179,7 +180,7 @@ class _Run:
 
     def _order(self, step: str, ranks: list[int]) -> dict[int, Any]:
         for rank in ranks:
-            # Of one that has ended, its exit code and what it printed are told.
+            # For a rank that has ended, report its exit code and output.
             with contextlib.suppress(BrokenPipeError):
                 self._pipes[rank].send(step)
         answers = {}
@@ -192,7 +193,7 @@ class _Run:
         return answers
 
     def end(self) -> None:
-        """Let the processes end; kill those that do not."""
+        """Let the processes end, and kill those that do not."""
         for process, pipe in zip(self._processes, self._pipes, strict=True):
             if process.exitcode is None:
                 with contextlib.suppress(BrokenPipeError):
@@ -201,23 +202,23 @@ class _Run:
             process.join(self._end_seconds)
             self.outcome.exits[rank] = process.exitcode
             if process.exitcode is None:
-                os.kill(self._pid(rank), signal.SIGUSR1)  # its stacks
+                os.kill(self._pid(rank), signal.SIGUSR1)  # makes it dump its stacks
                 process.join(_STACKS_SECONDS)
                 process.kill()
                 process.join()
             self._pipes[rank].close()
             self.outcome.printed[rank] = self._logs[rank].read_text(errors="replace")
         if self._store is not None:
-            # A torch as old as 2.8 can't tell what stayed.
+            # torch 2.8 can't list the keys that are left.
             keys: list[str] = getattr(self._store, "list_keys", list)()
-            # Torch's own keys of a group that objcomm has named stay, like those of any group, and
-            # who each rank's process was.
+            # torch's own keys of a group that objcomm named stay, like those of any group, and so
+            # do the keys of the ranks' processes.
             left = [key for key in keys if "objcomm" in key and not _MADE_GROUP.search(key)]
             left = [key for key in left if not PROCESS.search(key)]
             self.outcome.keys = [key for key in left if not self._is_farewell(key)]
 
     def _is_farewell(self, key: str) -> bool:
-        """Whether a word in the store is what the last to destroy their worlds have left."""
+        """Return whether a key was left by the last ranks that destroyed their worlds."""
         verdict = key.replace("/known/", "/verdict/")
         is_there = self._store is not None and "/verdict/" in verdict
         if not is_there or self._store is None or not self._store.check([verdict]):

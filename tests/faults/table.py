@@ -47,19 +47,19 @@ _OF_A_WAIT = re.compile(
 
 
 def title(case: Case) -> str:
-    """What a table's heading says of a case."""
+    """Return the table heading of a case."""
     first, rest = case.fault.value[0], case.fault.value[1:]
     return f"Rank {case.victim}: {first}{rest}, {case.asked_phase.value}"
 
 
 def rows() -> Iterator[tuple[str, list[Case]]]:
-    """The cases of each fault, under its title."""
+    """Yield the cases of each fault, with its title."""
     for name, cases in groupby(tabled(), title):
         yield name, list(cases)
 
 
 def table(carry_out: Callable[[Case], Outcome]) -> str:
-    """Carry out all of it and write it down."""
+    """Run all cases and write the table."""
     parts = []
     for name, cases in rows():
         lines = [f"\n## {name}\n", "| operation | objcomm | torch |", "|---|---|---|"]
@@ -73,7 +73,7 @@ def table(carry_out: Callable[[Case], Outcome]) -> str:
 
 
 def in_short(found: str) -> str:
-    """What the tables say, in one line for each fault."""
+    """Summarize the tables, in one line for each fault."""
     lines = [_IN_SHORT, "| what happens | objcomm | torch |", "|---|---|---|"]
     for name, cells in groupby(_cells(found), lambda each: each[0]):
         _, _, ours, theirs = zip(*cells, strict=True)
@@ -82,18 +82,18 @@ def in_short(found: str) -> str:
 
 
 def _anchor(heading: str) -> str:
-    """As MkDocs makes it."""
+    """Return the anchor that MkDocs creates."""
     return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
 
 
 def _heard(cells: Sequence[str]) -> str:
-    """Of what ranks saw the errors, or that all returned, and the span of seconds."""
+    """Return the errors that ranks saw, or that all returned, and the range of seconds."""
     spans: dict[str, list[float]] = defaultdict(list)
     for each in (found for cell in cells for found in _OF_A_WAIT.finditer(cell)):
         spans[each["heard"]] += map(float, re.findall(r"[\d.]+", each["seconds"] or ""))
-    spans.pop("`KeyboardInterrupt`", None)  # the interrupted rank's own
+    spans.pop("`KeyboardInterrupt`", None)  # on the interrupted rank itself
     if len(spans) > 1:
-        spans.pop("returns", None)  # the third rank, which waits for nobody who failed
+        spans.pop("returns", None)  # the third rank, which waits for no failed rank
     return "; ".join(
         f"{heard}, {_span(seconds)}" if seconds else heard
         for heard, seconds in sorted(spans.items())
@@ -101,7 +101,7 @@ def _heard(cells: Sequence[str]) -> str:
 
 
 def _cells(page: str) -> Iterator[tuple[str, str, str, str]]:
-    """The rows of the tables, each under its fault."""
+    """Yield the rows of the tables, each with its fault."""
     name = ""
     for line in page.splitlines():
         if line.startswith("## "):
@@ -112,7 +112,7 @@ def _cells(page: str) -> Iterator[tuple[str, str, str, str]]:
 
 
 def summary(outcome: Outcome) -> str:
-    """What each rank saw, in one line."""
+    """Return what each rank saw, in one line."""
     alike: dict[str, list[int]] = defaultdict(list)
     for rank in outcome.case.living:
         alike[_words(outcome, rank)].append(rank)
@@ -147,20 +147,20 @@ def _span(seconds: list[float]) -> str:
 
 
 def replaced(page: str, written: str) -> str:
-    """A page with the table between its markers written anew."""
+    """Return a page with the table between its markers replaced."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{written}\n{END}{after}"
 
 
 def listed(page: str) -> list[tuple[str, str, str]]:
-    """What a page's table has: title, operation, and whether it tells of torch's as well."""
+    """Return the rows of a page's table: title, operation, and whether torch's is there, too."""
     written = page.partition(BEGIN)[2].partition(END)[0]
     return [(name, call, "torch" if torch else "") for name, call, _, torch in _cells(written)]
 
 
 def planned() -> list[tuple[str, str, str]]:
-    """What a page's table must have."""
+    """Return the rows that a page's table must have."""
     return [
         (name, case.operation, "" if in_torch(case) is None else "torch")
         for name, cases in rows()

@@ -1,4 +1,4 @@
-"""Programs whose calls are over end with exit code 0 and without a word, however they leave."""
+"""Programs whose calls are over exit silently with code 0, however they end."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ _ROOT = Path(__file__).parents[2]
 # Each job has two to four processes, which take most of a second to end.
 _QUICK = ["traffic", "large work in flight"]
 _LONG = [event for event in EVENTS if event not in _QUICK]
-_LIMIT_SECONDS = 280.0  # of a hang
+_LIMIT_SECONDS = 280.0  # only a hang takes this long
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_every_rank_ends_by_itself_and_silently(events: list[str], tmp_path: Pat
     assert printed == (f"{len(events)} jobs ended\n", "")
 
 
-# Importing torch takes longest by far, so a program does it once, and forks into its jobs.
+# Importing torch takes longest by far, so a program imports it once and forks its jobs.
 _NEVER_WAITED_FOR = """
 import os, sys
 import torch.distributed as dist, objcomm
@@ -53,7 +53,7 @@ if jobs:
 
 
 def test_what_is_in_flight_at_the_end_is_reported(tmp_path: Path) -> None:
-    """Whether the program has kept the work or not."""
+    """The program may have kept the work or not."""
     script = tmp_path / "script.py"
     script.write_text(_NEVER_WAITED_FOR)
     command = [sys.executable, str(script), str(tmp_path / "store")]
@@ -115,7 +115,7 @@ if jobs:
 
 @pytest.mark.long
 def test_a_store_may_answer_while_the_interpreter_ends(tmp_path: Path) -> None:
-    """A thread that came back from it then would abort the process."""
+    """A thread that returned from it then would abort the process."""
     script = tmp_path / "script.py"
     script.write_text(_ANSWERED_TOO_LATE)
     ended = subprocess.run(

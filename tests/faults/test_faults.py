@@ -21,10 +21,10 @@ from tests.faults.run import Outcome, carry_out
 from tests.forked import EXIT_UNKNOWN
 from tests.waits import Slowness
 
-# Promised after a death and after a limit, and of any later call on a broken group.
+# Promised after a death, after a timeout, and for any later call on a broken group.
 _DEATH_SECONDS, _LIMIT_MORE_SECONDS, _BROKEN_SECONDS = 2.0, 1.0, 1.0
 _OF_MEETINGS = ("hellos", "joined/", "welcome/", "go/", "verdict/", "known/")
-#: Where these promises are held.
+#: The cases in which these promises are checked.
 _TIMED = {
     "broadcast-killed-first_use-root_1_of_3-large",
     "irecv-killed-after_error-1_of_3-large",
@@ -37,7 +37,7 @@ _QUICK = {str(case) for case in quick_cases()}
 
 
 def _marks(case: Case) -> list[pytest.MarkDecorator]:
-    # A victim that has not come to its phase within the limit cannot be stopped there.
+    # A victim that does not reach its phase within the timeout cannot be stopped there.
     is_race = case.fault in {Fault.STOPPED, Fault.STORE_STOPPED}
     timed = [pytest.mark.timed] if is_race or str(case) in _TIMED else []
     return timed if str(case) in _QUICK else [*timed, pytest.mark.long]
@@ -89,7 +89,7 @@ def _check_error(outcome: Outcome, rank: int) -> None:
         return
     if case.fault in UNANSWERED:
         assert seen.error == "TransportTimeout", seen
-        # Those who divide have less left when they connect.
+        # Divisions have used some of the time when they connect.
         is_shared = case.operation in DIVISIONS
         limit = limit_of(case, is_patient=str(case) not in _TIMED)
         assert seen.seconds_of_limit <= limit
@@ -101,7 +101,7 @@ def _check_error(outcome: Outcome, rank: int) -> None:
         assert outcome.seen[case.victim].error == "TransportError"
     named = {case.victim}
     if case.fault is Fault.DISCONNECTED and case.is_between_two:
-        named.add(rank)  # of two nobody can tell whose connection it was
+        named.add(rank)  # between two ranks it is unknown whose connection it was
     if case.could_be_any:
         assert set(seen.ranks) == set(range(case.world_size)) - {rank}
         return
@@ -126,7 +126,7 @@ def _check_whereabouts(outcome: Outcome, rank: int) -> None:
         assert case.could_be_any or f"rank {case.victim} is in no call" in seen.text
         last = "new_group (call 2)" if case.is_apart else "barrier (call 0)"
         assert case.is_between_two or f"its last was {last}" in seen.text
-    # A group connects when its members have told of themselves, and met; one was made before.
+    # A group connects once its members have announced themselves and met; one was created before.
     number = (3 if case.is_apart else 1) + 2 * (case.phase is Phase.CONNECTING)
     in_time = [] if case.is_between_two else sorted(set(case.survivors) - _late(outcome))
     for peer in in_time:
@@ -136,9 +136,9 @@ def _check_whereabouts(outcome: Outcome, rank: int) -> None:
 
 
 def _late(outcome: Outcome) -> set[int]:
-    """Survivors that came when half of the first one's limit had passed, as on a busy machine.
+    """Return survivors that arrived after half of the first one's timeout, as on a busy machine.
 
-    The others may have been told of them what was so before.
+    The position that the others got of them may be older.
     """
     case = outcome.case
     began = {rank: outcome.seen[rank].began for rank in case.survivors}
@@ -152,13 +152,13 @@ def _check_that_the_group_is_broken(outcome: Outcome) -> None:
 
 
 def _check_that_the_others_make_a_group(outcome: Outcome) -> None:
-    """The victim is in no list any more, so nobody waits for it."""
+    """The victim is on no list any more, so no rank waits for it."""
     for rank in outcome.case.survivors:
         assert outcome.later[rank][0] == str(outcome.case.survivors)
 
 
 def _check_durations(outcome: Outcome, factor: float) -> None:
-    """Hold what is promised, of as many seconds as this machine makes of one just now."""
+    """Check the promised durations, scaled to the current speed of this machine."""
     case = outcome.case
     is_limited = case.fault in UNANSWERED
     promised = LIMIT_SECONDS + _LIMIT_MORE_SECONDS if is_limited else _DEATH_SECONDS
@@ -169,7 +169,7 @@ def _check_durations(outcome: Outcome, factor: float) -> None:
 
 
 def _check_that_the_others_talk(outcome: Outcome) -> None:
-    """Who has nothing to do with the victim hears nothing of it, up to the next collective."""
+    """A rank that does not talk to the victim notices nothing until the next collective."""
     case = outcome.case
     for rank in set(case.survivors) - set(case.concerned):
         assert outcome.seen[rank].error == "returned"
@@ -185,7 +185,7 @@ def _check_that_nothing_is_left(outcome: Outcome) -> None:
         assert left.threads == [], rank
         assert left.sockets == [] or (case.is_stores_host and rank == case.victim), rank
     assert set(outcome.left) == set(case.living)
-    # A counter of questions stays as long as the store; a rank that was killed takes nothing back.
+    # A counter of questions stays as long as the store; a killed rank deletes nothing.
     dead = {f"where/{case.victim}"} if case.fault in DEADLY else set()
     stays = {"asked"} | dead
     keys = [key.rpartition("objcomm/")[2] for key in outcome.keys]

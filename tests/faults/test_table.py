@@ -1,4 +1,4 @@
-"""The documentation's table has every fault that is declared, in every operation."""
+"""The documentation's table has every declared fault in every operation."""
 
 from tests.faults.__main__ import PAGE
 from tests.faults.table import in_short, listed, planned

@@ -1,6 +1,6 @@
-"""Makes something happen to this process at a chosen place of its next operation.
+"""Make something happen to this process at a chosen point of its next operation.
 
-Wraps what sends and receives, from outside: objcomm has no hooks for this.
+Wraps the functions that send and receive, because objcomm has no hooks for this.
 """
 
 import os
@@ -29,22 +29,22 @@ Strike = Callable[[], None]
 
 _HANDOVERS = (StreamLink.send_share, StreamLink.recv_share)
 
-# Some of a payload's bytes move meanwhile, never all of 32 MiB.
+# Long enough for some of a payload's bytes, never for all of 32 MiB.
 _MOVING_SECONDS = 0.002
 
 
 def sockets() -> set[str]:
-    """This process's sockets, by what the system calls them."""
+    """Return this process's sockets, by the system's names for them."""
     return {target for _, target in _descriptors() if target.startswith("socket:")}
 
 
 def ends_of(targets: set[str]) -> list[str]:
-    """Of each of ``targets`` that is still open, its two ends; nothing where it has no name."""
+    """Return the two ends of each open socket in ``targets``; nothing for an unnamed one."""
     found = []
     for descriptor, target in _descriptors():
         if target in targets:
             found.append("")
-            # Closed meanwhile, or without another end.
+            # It was closed meanwhile, or has no peer.
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as end:
                 found[-1] = str(end.getsockname() or "")
                 found[-1] += f" to {end.getpeername()}" * bool(found[-1])
@@ -53,7 +53,7 @@ def ends_of(targets: set[str]) -> list[str]:
 
 def _descriptors() -> Iterator[tuple[int, str]]:
     for path in list(Path("/proc/self/fd").iterdir()):
-        with suppress(FileNotFoundError):  # the one that listed them
+        with suppress(FileNotFoundError):  # the descriptor of this listing
             yield int(path.name), str(path.readlink())
 
 
@@ -64,14 +64,14 @@ def strike_for(
     mesh_sockets: set[str],
     store_port: int,
 ) -> Strike:
-    """What happens to this process, as a function.
+    """Return a function that does to this process what the case says.
 
     Args:
-        case: which.
-        tell: says that it begins.
+        case: the case.
+        tell: reports that it begins.
         stay: what a forked child does until the case is over.
-        mesh_sockets: those between ranks.
-        store_port: of the store, whose connection is left alone.
+        mesh_sockets: the sockets between ranks.
+        store_port: the store's port, whose connection is left alone.
     """
 
     def strike() -> None:
@@ -88,7 +88,7 @@ def strike_for(
         elif case.fault is Fault.DISCONNECTED:
             shut(mesh_sockets, store_port)
         elif case.fault in {Fault.STOPPED, Fault.RESUMED, Fault.STORE_STOPPED}:
-            # To this thread: of one to the process another thread may hear first.
+            # To this thread: a signal to the process may be handled by another thread first.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             tell("resumed")
 
@@ -96,17 +96,17 @@ def strike_for(
 
 
 def shut(targets: set[str], store_port: int) -> None:
-    """Close those of ``targets`` that are connections between ranks."""
+    """Shut down those of ``targets`` that connect ranks."""
     for descriptor, target in _descriptors():
         if target in targets:
             with socket.socket(fileno=os.dup(descriptor)) as connection:
-                # Gloo ends the process when one that still listens is shut.
+                # Gloo aborts the process if a listening socket is shut down.
                 is_listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if is_listening:
                     continue
                 if connection.family == socket.AF_UNIX:
                     names = connection.getsockname(), connection.getpeername()
-                    is_between_ranks = any(names)  # one of them has come to the other's door
+                    is_between_ranks = any(names)  # one has connected to the other's listener
                 else:
                     is_between_ranks = connection.getpeername()[1] != store_port
                 if is_between_ranks:
@@ -123,7 +123,7 @@ def armed(case: Case, strike: Strike) -> Iterator[None]:
         yield
         return
     struck: list[float] = []
-    # Another thread that comes there must not do meanwhile what the case says is never done.
+    # Another thread that gets there must not do meanwhile what the case rules out.
     lock = threading.RLock()
 
     def once() -> None:
@@ -189,7 +189,7 @@ def _in_payload(_: Case, strike: Strike) -> Places:
             if original in _HANDOVERS:  # after it this rank has done all that the others need
                 strike()
             pending, tag = original(self, *what), what[-1]
-            if tag >> LANE_BITS and tag != POKE_TAG:  # a payload's
+            if tag >> LANE_BITS and tag != POKE_TAG:  # a payload's tag
                 time.sleep(_MOVING_SECONDS)
                 strike()
             return pending
@@ -202,7 +202,7 @@ def _in_payload(_: Case, strike: Strike) -> Places:
 
 
 def _in_torch(case: Case, strike: Strike) -> Places:
-    """Torch sends sizes first, in one collective or two, then what was pickled."""
+    """Torch sends sizes first, in one collective or two, then the pickled bytes."""
     calls: list[str] = []
     results: list[Any] = []
     payload_call = 3 if case.operation == "scatter" else 2
@@ -224,7 +224,7 @@ def _in_torch(case: Case, strike: Strike) -> Places:
             time.sleep(_MOVING_SECONDS)
             strike()
             work.wait()
-            return results[-1] if is_pair else None  # who has sent
+            return results[-1] if is_pair else None  # the rank that sent
 
         return replacement
 

@@ -1,7 +1,7 @@
 """The command line: ``python -m tests.fuzz --minutes 60``; prints counts and the rate.
 
-Each batch runs in a child with little memory and little processor time, which a defect may end: its
-input is kept, and the next child goes on.
+Each batch runs in a child process with limits on memory and processor time, which a defect may end:
+its input is kept, and the next child continues.
 """
 
 import argparse
@@ -26,30 +26,30 @@ from tests.fuzz.targets import TARGETS, attempt
 
 _BATCH = 500
 _BATCH_CPU_SECONDS = 60
-_BATCH_SECONDS = 1200  # on a machine that others use, too
+_BATCH_SECONDS = 1200  # on a machine that is used otherwise, too
 
-# What one input may take of a processor and of memory: something, and in proportion to its bytes.
+# Limits of processor time and memory for one input: a base, and in proportion to its bytes.
 _FREE_SECONDS, _SECONDS_PER_BYTE = 0.5, 1e-5
 _FREE_NBYTES, _NBYTES_PER_BYTE = 64 << 20, 256
 _ADDRESS_SPACE_NBYTES = 1 << 30
 
-# Of a hundred messages. Decoding a tensor or a pickle costs five times as much as the rest.
+# Per hundred messages. Decoding a tensor or a pickle costs five times as much as the rest.
 _SHARES = {"header": 13, "message": 20, "plain": 30, "restricted_pickle": 15, "failure": 7}
 _SMALL_SHARE = 2.5
 
 
 def _trial(name: str, raw: bytes, highest: int) -> tuple[bool, str]:
-    """Whether the bytes were taken for right ones, and what was wrong with that.
+    """Return whether the bytes were accepted as valid, and what was wrong with that.
 
     Args:
-        name: the target's.
+        name: the target's name.
         raw: its input.
-        highest: bytes of memory that the process has had at once so far.
+        highest: the process's peak memory so far, in bytes.
     """
     began = time.process_time()
     try:
         accepted, wrong = attempt(name, raw), ""
-    except Exception as error:  # noqa: BLE001  # anything that comes out is a defect
+    except Exception as error:  # noqa: BLE001  # any other exception is a defect
         where = traceback.extract_tb(error.__traceback__)[-1]
         accepted, wrong = False, f"{type(error).__name__} at {where.name}:{where.lineno}"
     seconds = time.process_time() - began
@@ -65,12 +65,12 @@ def _highest_nbytes() -> int:
 
 
 class Campaign:
-    """Drawn and mutated messages, tried in turn on every target.
+    """Drawn and mutated messages, tried on every target, one target after the other.
 
     Attributes:
         tried: inputs so far, by target.
-        accepted: those of them that were taken for right ones.
-        found: kinds of defects with the first input of each.
+        accepted: how many of them were accepted as valid.
+        found: kinds of defects, with the first input of each.
     """
 
     def __init__(self, targets: Sequence[str], seed: int, out: Path) -> None:
@@ -79,7 +79,7 @@ class Campaign:
         self.found: dict[str, Path] = {}
         self._right = {name: seeds(name) for name in targets}
         for name, right in self._right.items():
-            for raw in right:  # what torch loads at a first use is loaded before there is a child
+            for raw in right:  # loads what torch imports on first use before there is a child
                 attempt(name, raw)
         self._chance = random.Random(seed)
         self._out = out
@@ -87,7 +87,7 @@ class Campaign:
         self._current = out / "current"
 
     def run_batch(self, name: str) -> None:
-        """Try some inputs on one target, in a child."""
+        """Try some inputs on one target in a child process."""
         seed = self._chance.getrandbits(64)
         reading, writing = os.pipe()
         child = os.fork()
@@ -117,7 +117,7 @@ class Campaign:
                 for _ in range(_BATCH):
                     try:
                         raw = variant(chance, name, chance.choice(self._right[name]))
-                    except MemoryError:  # drawn too large for this child: nothing was tried
+                    except MemoryError:  # too large for this child to draw: nothing was tried
                         continue
                     kept.seek(0)
                     kept.truncate()
@@ -150,7 +150,7 @@ def _address_space_nbytes() -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a campaign and give its exit status: 1 where anything was found."""
+    """Run a campaign and return its exit status: 1 if anything was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1)
@@ -158,13 +158,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("fuzz-out"), help="where inputs are kept")
     options: Any = parser.parse_args(arguments)
     options.out.mkdir(exist_ok=True)
-    warnings.simplefilter("ignore")  # torch and numpy warn of odd sizes and dtypes
-    torch.set_num_threads(1)  # a child has no other threads
+    warnings.simplefilter("ignore")  # torch and numpy warn about odd sizes and dtypes
+    torch.set_num_threads(1)  # a forked child has no other threads
     campaign = Campaign(options.targets, options.seed, options.out)
     began = time.monotonic()
     shares = {name: _SHARES.get(name, _SMALL_SHARE) for name in options.targets}
     while time.monotonic() - began < 60 * options.minutes:
-        # Whichever is furthest behind its share.
+        # The target that is furthest behind its share.
         campaign.run_batch(min(shares, key=lambda name: campaign.tried[name] / shares[name]))
     seconds = time.monotonic() - began
     for name in options.targets:

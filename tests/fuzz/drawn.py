@@ -1,8 +1,8 @@
-"""Messages drawn from the table of all that a stranger's message can have made.
+"""Messages drawn from the table of everything that an untrusted message can create.
 
-Each constructor mostly gets what it must be given, so that what lies behind its first check is
-reached too, and now and then anything else: wrong types, huge and negative numbers, members that
-are shared, that hold themselves, or that are repeated very often.
+Each constructor mostly gets valid arguments, so that the code after its first check is reached too,
+and now and then anything else: wrong types, huge and negative numbers, members that are shared,
+that contain themselves, or that are repeated very often.
 """
 
 import random
@@ -20,7 +20,7 @@ EXTREMES: Final = (*_NUMBERS, *_LARGE)
 _HUGE: Final = (2**64, -(2**63) - 1, 3**5_000, -(7**40_000), 2 ** (1 << 16))
 _FLOATS: Final = (0.0, -0.0, 0.5, 1e308, 5e-324, float("inf"), float("-inf"), float("nan"))
 
-# Numbers of one hash, and texts that a constructor might take.
+# Numbers with one hash, and strings that a constructor might accept.
 _MODULUS: Final = (1 << 61) - 1  # of Python's hash of a number
 _ONE_HASH: Final = tuple(1 + turn * _MODULUS for turn in range(300))
 _WIDE: Final = next(
@@ -50,7 +50,7 @@ _Draw = random.Random
 
 
 class Made:
-    """What the table's entry of that name makes of these parts."""
+    """The result of a table entry for these parts."""
 
     def __init__(self, name: str, *parts: Any) -> None:
         self.name = name
@@ -58,11 +58,11 @@ class Made:
 
 
 class Listed(list[Any]):
-    """A list that a pickle has as a tuple, and msgpack as a list."""
+    """A list that is a tuple in a pickle, and a list in msgpack."""
 
 
 class Repeated:
-    """A member of a list, a tuple, a set or a mapping that stands there very often."""
+    """A member that a list, a tuple, a set or a mapping contains very often."""
 
     def __init__(self, member: Any, times: int) -> None:
         self.member = member
@@ -70,7 +70,7 @@ class Repeated:
 
 
 def value(chance: _Draw, depth: int = 0) -> Any:
-    """Anything."""
+    """Draw any value."""
     draw = chance.random()
     if depth > 5 or draw < 0.35:
         return _scalar(chance)
@@ -82,7 +82,7 @@ def value(chance: _Draw, depth: int = 0) -> Any:
 
 
 def made(chance: _Draw, name: str, depth: int) -> Made:
-    """A value of the table, of what it must be given or of something near to that."""
+    """Draw a value of the table, from valid arguments or from similar ones."""
     if name not in PARTS:
         return Made(name, *_members(chance, depth))
     parts = list(PARTS[name](chance, depth))
@@ -133,7 +133,7 @@ def _members(chance: _Draw, depth: int) -> list[Any]:
 
 
 def _alike(chance: _Draw) -> list[Any]:
-    """Values of different kinds that have one hash, those first that take long to compare."""
+    """Draw values of different kinds with one hash, those that are slow to compare first."""
     hashed = chance.choice((1, hash(_WIDE)))
     large = hashed + (_MODULUS << chance.choice((3, 60_000)))
     members: list[Any] = [
@@ -149,7 +149,7 @@ def _alike(chance: _Draw) -> list[Any]:
         inner = [Made("int", hex(large + each * _MODULUS)) for each in further]
         return [Made(kind, Made("int", hex(large - each)), *inner) for each in further[:20]]
     text: Callable[[int], str] = hex if kind == "int" else str
-    digits_max = 1 << 12  # more would be refused by ``str``
+    digits_max = 1 << 12  # ``str`` would refuse more
     start = hashed if large.bit_length() > digits_max else large
     return [*members, *(Made(kind, text(start + each * _MODULUS)) for each in further)]
 
@@ -161,7 +161,7 @@ def _shape(chance: _Draw, dims_max: int = 4) -> list[int]:
 
 
 def _tensor(chance: _Draw, _: int = 0) -> list[Any]:
-    """About a tensor over one of the targets' buffers: the first has 64 bytes, the last none."""
+    """Draw roughly a tensor over a buffer of the targets: the first has 64 bytes, the last none."""
     dtype = chance.choice(("uint8", "float32", "int64", *tensors.DTYPES))
     nbytes = tensors.DTYPES[dtype].itemsize
     at, shape = 4, [0]
@@ -182,7 +182,7 @@ def _dense(at: int, dtype: str, shape: list[int]) -> Made:
 
 
 def _sparse(chance: _Draw, _: int) -> list[Any]:
-    if chance.random() < 0.4:  # such as are right
+    if chance.random() < 0.4:  # valid ones
         at, count = chance.choice(((0, 8), (4, 0)))
         indices, values = _dense(at, "int64", [1, count]), _dense(at, "float64", [count])
         shape = chance.choice((2**62, 2**62, 64, 2**63 - 1))
@@ -234,7 +234,7 @@ def _exception(chance: _Draw, depth: int) -> list[Any]:
 
 
 def _rest(chance: _Draw, depth: int) -> list[Any]:
-    """What an exception has besides; nothing for most."""
+    """Draw an exception's other parts; nothing for most."""
     if chance.random() < 0.6:
         return []
     links: list[Any] = [chance.choice((None, None, -1, 0, 1, 9)) for _ in range(2)]
@@ -265,7 +265,7 @@ def _zone(chance: _Draw, depth: int) -> Any:
     return made(chance, chance.choice(names), depth + 1) if chance.random() < 0.5 else None
 
 
-#: What fits each kind of argument in the table, by the words that it has for an error.
+#: Values that fit each kind of argument in the table, by the table's words for an error.
 ARGUMENTS: Final[dict[str, Callable[[_Draw, int], Any]]] = {
     "anything": lambda chance, depth: value(chance, depth + 1),
     "an integer": lambda chance, _: _integer(chance),
@@ -297,7 +297,7 @@ def _of_constructor(name: str) -> Callable[[_Draw, int], list[Any]]:
     return parts
 
 
-#: How the parts of everything in the table are drawn.
+#: How to draw the parts of each entry in the table.
 PARTS: Final[dict[str, Callable[[_Draw, int], list[Any]]]] = {
     **{name: _of_constructor(name) for name in types.CONSTRUCTORS},
     **dict.fromkeys(("tuple", "set", "frozenset"), _members),
@@ -316,7 +316,7 @@ _NAMES: Final = (*PARTS, "no such thing")
 
 
 def packed(drawn: Any) -> bytes:
-    """As msgpack, the way the plain codec writes it."""
+    """Encode it as msgpack, as the plain codec does."""
     if isinstance(drawn, Made):
         return packed([msgpack.ExtType(1, drawn.name.encode()), *drawn.parts])
     if isinstance(drawn, list):
@@ -341,12 +341,12 @@ def _counted(few: int, many: int, count: int) -> bytes:
 
 
 class Pickled:
-    """A pickle of what was drawn, as the restricted unpickler may meet it.
+    """A pickle of a drawn value, as the restricted unpickler may receive it.
 
-    Members of it are fetched again at random, also while they are being made.
+    Its members are fetched again at random, even while they are being built.
 
     Attributes:
-        stream: all of it.
+        stream: the whole pickle.
     """
 
     def __init__(self, chance: _Draw, drawn: Any) -> None:
@@ -354,7 +354,7 @@ class Pickled:
         self._memos = 0
         self._may_keep = True
         self._may_grow = True
-        # The targets' buffers can only be taken in order, so each is kept under its number.
+        # Buffers can only be taken in order, so each is kept under its number.
         self._parts: list[bytes] = [b"\x80\x05"]
         for _ in range(_BUFFERS):
             self._write(b"\x97\x940")
@@ -393,7 +393,7 @@ class Pickled:
             self._write(_atom(drawn))
 
     def _grow(self) -> None:
-        """Members, or a state, for what was just made, whatever it is."""
+        """Write members or a state for the last object, whatever it is."""
         kind = self._chance.choice("asbeu")
         width = {"a": 1, "s": 2, "b": 1, "e": 2, "u": 2}[kind]
         self._write(b"(" if kind in "eu" else b"")
@@ -412,7 +412,7 @@ class Pickled:
         self._write(b"h" + bytes([at]) if at < 256 else b"j" + struct.pack("<I", at))
 
     def _double(self) -> None:
-        """A tuple that holds another one twice, which holds another one twice, and so on."""
+        """Write nested tuples, each of which contains the next one twice."""
         self._write(b")")
         if self._may_keep:
             for _ in range(self._chance.choice((2, 60))):
@@ -422,7 +422,7 @@ class Pickled:
                 self._write(b"\x86")
 
     def _open(self, opener: bytes, members: Sequence[Any], many: bytes, one: bytes) -> None:
-        """Something that is filled after it was made, so that it may hold itself."""
+        """Write an object that is filled after it is created, so that it may contain itself."""
         self._write(opener)
         self._keep()
         width = 2 if one == b"s" else 1
@@ -442,7 +442,7 @@ class Pickled:
                 kept, self._may_keep = self._may_keep, False
                 at = len(self._parts)
                 self._put(member.member)
-                piece = b"".join(self._parts[at:])  # another one than msgpack's, and often longer
+                piece = b"".join(self._parts[at:])  # differs from msgpack's, and is often longer
                 self._parts[at:] = [piece * min(member.times, 1 + _REPEATED_NBYTES // len(piece))]
                 self._may_keep = kept
             else:
@@ -472,7 +472,7 @@ class Pickled:
                 self._put(parts[-1])
                 self._write(b"b")
         elif name not in TOOLS and self._chance.random() < 0.95:
-            self._put(Listed(parts))  # a pickle names nothing for it
+            self._put(Listed(parts))  # a pickle has no name for it
         else:
             self._write(_named(TOOLS.get(name, name)))
             self._arguments(name, parts)
@@ -505,7 +505,7 @@ _CONTAINERS: Final = {
     "dict": (b"}", b"u"),
 }
 
-#: The functions that a stream may name, by what they make.
+#: The functions that a stream may name, by what they create.
 TOOLS: Final = {
     "complex": "builtins.complex",
     "range": "builtins.range",
@@ -519,8 +519,8 @@ TOOLS: Final = {
     "dtype": "objcomm._codecs.array_dtypes.array_dtype_named",
 }
 
-#: What is called, made or given a state besides: the package's other functions, and classes that
-#: the target admits.
+#: Names that a stream also calls, builds or sets the state of: the package's other functions, and
+#: classes that the target allows.
 ADMITTED: Final = (
     *("collections.deque", "datetime.date", "datetime.timedelta", "tests.samples.Run"),
     "tests.samples.Colour",

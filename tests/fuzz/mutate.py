@@ -1,4 +1,4 @@
-"""Damaged and hostile variants of objcomm's own messages, most of them with right checksums."""
+"""Damaged and hostile variants of objcomm's own messages, most of them with valid checksums."""
 
 import random
 import zlib
@@ -77,7 +77,7 @@ _WORDS = [
 
 
 def damaged(chance: random.Random, raw: bytes) -> bytes:
-    """The same bytes after one to four mutations."""
+    """Return the bytes after one to four mutations."""
     changed = bytearray(raw)
     for _ in range(chance.choice((1, 1, 2, 4))):
         if changed:
@@ -120,7 +120,7 @@ def _bundles() -> list[bytes]:
 
 
 def _over_the_targets_buffer() -> list[Any]:
-    """Objects with no large member but one of 64 bytes, which is the targets' first buffer."""
+    """Return objects whose only large member has 64 bytes, which is the targets' first buffer."""
     longs, floats = torch.arange(8), np.arange(16, dtype=np.float32)
     return [
         longs,
@@ -149,7 +149,7 @@ def _envelopes() -> list[bytes]:
 
 
 def _operands() -> list[Any]:
-    """What a rank gives: the same, one key more, another order; and with tensors that follow."""
+    """Return operands: equal, with one more key, in another order, and with separate tensors."""
     operator = operator_for("sum")
     objs: list[Any] = [
         OPERAND,
@@ -187,7 +187,7 @@ _TOLD: Final[Sequence[Any]] = (
 
 
 def seeds(name: str) -> list[bytes]:
-    """Right messages for a target."""
+    """Return valid messages for a target."""
     plain: dict[str, Callable[[], list[Any]]] = {
         "plain": lambda: [*_seed_objects(), *_over_the_targets_buffer()],
         "operands": _operands,
@@ -207,7 +207,7 @@ def seeds(name: str) -> list[bytes]:
     return _messages("msgpack") if name == "tensor" else [*_messages("msgpack"), *_bundles()]
 
 
-# How many inputs are drawn anew; of the others, what is no structure at all is soon refused.
+# The share of inputs that are newly drawn; the rest are mutations, which are mostly refused early.
 _DRAWN_SHARES = {
     "plain": 0.5,
     "restricted_pickle": 0.5,
@@ -218,7 +218,7 @@ _DRAWN_SHARES = {
 
 
 def variant(chance: random.Random, name: str, raw: bytes) -> bytes:
-    """A mutated input for a target, made of a right one."""
+    """Return a mutated input for a target, based on a valid one."""
     if name in _DRAWN_SHARES:
         draw = chance.random()
         share = _DRAWN_SHARES[name]
@@ -232,7 +232,7 @@ def variant(chance: random.Random, name: str, raw: bytes) -> bytes:
 
 
 def _resealed(chance: random.Random, raw: bytes) -> bytes:
-    """A message whose fields, table or content were changed, and then all its checksums."""
+    """Change a message's fields, table or content, and then all its checksums."""
     header = Header.unpack(raw)
     body_to = HEADER_NBYTES + header.body_nbytes
     body, payload = raw[HEADER_NBYTES:body_to], raw[body_to:]
@@ -260,7 +260,7 @@ def _content(chance: random.Random, header: Header, meta: bytes) -> bytes:
         head = meta[at : at + head_nbytes]
         try:
             changed = _resealed(chance, head)
-        except objcomm.WireError:  # the heads are of different lengths
+        except objcomm.WireError:  # the heads have different lengths
             changed = damaged(chance, head)
         return meta[:at] + changed + meta[at + head_nbytes :]
     if chance.random() < 0.4:
@@ -290,7 +290,7 @@ def _with_other_fields(chance: random.Random, header: Header) -> Header:
 
 
 def _with_other_rows(chance: random.Random, header: Header, body: bytes) -> tuple[Header, bytes]:
-    """Another size table, now and then with the sums that a sender of it would announce."""
+    """Return another size table, sometimes with the checksums that its sender would announce."""
     table_nbytes = header.buffer_count * ROW_NBYTES
     rows = [
         SizeRow(int.from_bytes(body[at : at + 8], "little"), body[at + 8])

@@ -1,7 +1,7 @@
 """Coverage-guided fuzzing: ``python -m tests.fuzz.run_atheris plain -max_total_time=60``.
 
-What follows the target's name goes to libFuzzer. New inputs are kept in ``fuzz-out/``; put what
-shows a defect into ``corpus/``, which the suite replays.
+Arguments after the target's name go to libFuzzer. New inputs are kept in ``fuzz-out/``; put those
+that show a defect into ``corpus/``, which the suite replays.
 """
 
 import random
@@ -20,7 +20,7 @@ _CORPUS = Path(__file__).parent / "corpus"
 
 
 def main(arguments: list[str]) -> None:
-    """Fuzz until libFuzzer's limits say so; a defect ends the process with its input."""
+    """Fuzz up to libFuzzer's limits; a defect ends the process with its input."""
     if len(arguments) < 2 or arguments[1] not in TARGETS:
         sys.exit(f"usage: python -m tests.fuzz.run_atheris {{{','.join(TARGETS)}}} [options]")
     name = arguments[1]
@@ -28,10 +28,10 @@ def main(arguments: list[str]) -> None:
     found.mkdir(parents=True, exist_ok=True)
     for at, raw in enumerate(seeds(name)):
         (found / f"seed-{at}").write_bytes(raw)
-    warnings.simplefilter("ignore")  # torch and numpy warn of odd sizes and dtypes
+    warnings.simplefilter("ignore")  # torch and numpy warn about odd sizes and dtypes
 
     def mutated(raw: bytes, nbytes_max: int, seed: int) -> bytes:
-        # A byte changed at random would end at a checksum.
+        # A checksum would reject a byte changed at random.
         try:
             return variant(random.Random(seed), name, raw)[:nbytes_max]
         except (objcomm.WireError, IndexError):

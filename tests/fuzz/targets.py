@@ -1,6 +1,6 @@
-"""Functions of bytes that hold for any bytes: they return, or raise an ``ObjcommError``.
+"""Functions that accept any bytes: they return, or raise an ``ObjcommError``.
 
-No target ever unpickles without a list of admitted functions: a mutated pickle may run anything.
+No target unpickles without a list of allowed functions: a mutated pickle may run anything.
 """
 
 import collections
@@ -29,31 +29,31 @@ from objcomm.errors import CollectiveError, text_of
 from tests import samples
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, header_of, new_lane
 
-#: What one message may make a receiver allocate.
+#: The most that one message may make a receiver allocate, in bytes.
 LIMIT_NBYTES = 1 << 20
 
-#: As many ranks as a bundle's seeds have heads, and what each head carries.
+#: As many ranks as the bundles in the seeds have heads, and what each head carries.
 BUNDLE_SIZE = 3
 HEADS_META = b"\x93\1\2\3"
 
-#: What a message from rank 1 to rank 0 says of itself.
+#: The metadata of a message from rank 1 to rank 0.
 PAIR: dict[str, Any] = {"operation": Operation.SEND, "root": 0}
 
-#: What this rank gives to a reduction.
+#: This rank's operand of a reduction.
 OPERAND = {"loss": 0.5, "grads": [torch.zeros(16), (1, torch.ones(2, 4, dtype=torch.int64))]}
 
 samples.names()  # registers the classes that the plain codec may rebuild
 
 
 def header(raw: bytes) -> None:
-    """The fixed part, and its comparison with this rank's own."""
+    """Parse the fixed part, and compare it with this rank's own."""
     theirs = Header.unpack(raw)
     str(theirs.position)
     check_same_call(header_of(0), theirs, 1)
 
 
 def message(raw: bytes) -> Message:
-    """A whole message as an exchange takes it in, all but the large buffers' content."""
+    """Receive a whole message as an exchange does, except the content of large buffers."""
     gate = Gate(Settings(max_nbytes=LIMIT_NBYTES), "fuzz", 0)
     opened = gate.take_in(raw, gate.header_in(raw))
     arrived = raw[HEADER_NBYTES : HEADER_NBYTES + len(opened.body)]
@@ -67,24 +67,24 @@ def message(raw: bytes) -> Message:
 
 
 def tensor(raw: bytes) -> None:
-    """``from_tensor`` of a rank that decodes plain data only."""
+    """Call ``from_tensor`` as a rank that decodes plain data only."""
     with objcomm.configure(accept=["msgpack"]):
         objcomm.from_tensor(torch.frombuffer(bytearray(raw or b"\0"), dtype=torch.uint8))
 
 
 def plain(raw: bytes) -> None:
-    """The plain codec's own bytes, beside buffers of each kind."""
+    """Decode the plain codec's bytes, with buffers of each kind."""
     decode("msgpack", memoryview(raw), _buffers())
 
 
 def restricted_pickle(raw: bytes) -> None:
-    """The pickle codec's own bytes, where what it needs itself and a few classes are admitted."""
+    """Decode the pickle codec's bytes, with only its own names and a few classes allowed."""
     with objcomm.configure(allow=[collections.deque, datetime.date, samples.Run, samples.Colour]):
         decode("pickle", memoryview(raw), _buffers())
 
 
 def failure(raw: bytes) -> None:
-    """A failure's report, and the error that is made of it."""
+    """Read a failure report, and build the error from it."""
     failures = failures_in([message(raw)])
     if failures:
         str(CollectiveError("gather", failures))
@@ -92,7 +92,7 @@ def failure(raw: bytes) -> None:
 
 
 def bundle(raw: bytes) -> None:
-    """The heads of several ranks in one message."""
+    """Read the heads of several ranks in one message."""
     link = MemoryLink(Wires(BUNDLE_SIZE), 0)
     exchange = exchange_on(link, new_lane())
     mine = compose(exchange.header, HEADS_META)
@@ -102,7 +102,7 @@ def bundle(raw: bytes) -> None:
 
 
 def envelope(raw: bytes) -> None:
-    """The first part of a message from rank to rank, as the thread that listens takes it in."""
+    """Read the first part of a point-to-point message, as the listening thread does."""
     gate = Gate(Settings(max_nbytes=LIMIT_NBYTES), "fuzz", 0)
     theirs = gate.header_in(raw)
     gate.check_call(header_of(1, **PAIR), theirs, 1)
@@ -120,7 +120,7 @@ def envelope(raw: bytes) -> None:
 
 
 def answer(raw: bytes) -> None:
-    """What the first rank answers in a reduction of leaves, to a rank that then builds of it."""
+    """Read the first rank's answer in a reduction of leaves, and build the result from it."""
     plain = decode("msgpack", memoryview(raw), _tensors())
     structure, _ = structures.describe(OPERAND, operator_for("sum"), 1)
     place = Destination(
@@ -145,7 +145,7 @@ def answer(raw: bytes) -> None:
 
 
 def operands(raw: bytes) -> None:
-    """What two ranks give to a reduction of leaves, as the rank that compares them has it."""
+    """Compare two ranks' operands in a reduction of leaves, as the comparing rank does."""
     theirs = decode("msgpack", memoryview(raw), _tensors())
     mine, _ = structures.describe(OPERAND, operator_for("sum"), 0)
     structure, leaves, _ = operand(theirs)
@@ -159,7 +159,7 @@ def operands(raw: bytes) -> None:
 
 
 def word(raw: bytes) -> None:
-    """What a rank tells where groups are made."""
+    """Read what a rank announces when groups are created."""
     told = word_of(decode("msgpack", memoryview(raw), _buffers()))
     _by_color([told, told])
 
@@ -181,10 +181,10 @@ TARGETS: dict[str, Callable[[bytes], object]] = {
 
 
 def attempt(name: str, raw: bytes) -> bool:
-    """Run a target, and say whether the bytes were taken for right ones.
+    """Run a target, and return whether the bytes were accepted as valid.
 
-    Anything but a value and an ``ObjcommError`` comes out as it is, and is a defect; so is one that
-    tells of memory that could not be had.
+    Any exception other than an ``ObjcommError`` propagates, and is a defect; so is one that reports
+    a failed memory allocation.
     """
     try:
         TARGETS[name](raw)

@@ -1,1 +1,1 @@
-"""Tests that need a CUDA device; skipped where there is none."""
+"""Tests that need a CUDA device; skipped if there is none."""

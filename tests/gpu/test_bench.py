@@ -21,5 +21,5 @@ def test_every_form_moves_every_payload(tmp_path: Path) -> None:
     subprocess.run(command, cwd=_REPOSITORY, check=True)
     results = Results.load([figures])
     assert "These figures mean nothing" in gpu.page(results)
-    # Two operations on a config by four forms; on two sizes three by five forms, and one by three.
+    # Two operations on a config in four forms; on two sizes three in five forms, and one in three.
     assert len(list(results)) == 2 * 4 + 2 * (3 * 5 + 3)

@@ -1,4 +1,4 @@
-"""Objects that hold CUDA tensors, over NCCL and over Gloo; one GPU is enough for all of it."""
+"""Objects that contain CUDA tensors, over NCCL and over Gloo; one GPU is enough for all tests."""
 
 import copy
 import os
@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def weights() -> dict[str, Any]:
-    """Tensors small and large, on both kinds of device, tied and with holes."""
+    """Return small and large tensors, on both kinds of device, tied and non-contiguous."""
     large = torch.arange(1_000_000, device="cuda")
     return {
         "small": torch.ones(3, device="cuda", dtype=torch.bfloat16),
@@ -123,7 +123,7 @@ def test_cuda_tensors_are_reduced() -> None:
 
 
 @solo(deadline=120)
-def test_nccl_takes_what_the_device_link_gives_it(_folder: Path) -> None:  # noqa: PT019  # wanted for what it does
+def test_nccl_takes_what_the_device_link_gives_it(_folder: Path) -> None:  # noqa: PT019  # wanted for its effect
     _join_nccl(_folder)
     link = BackendLink(dist.new_group([0]), torch.device("cuda"))
     flat = torch.arange(100, dtype=torch.uint8, device="cuda")
@@ -135,10 +135,10 @@ def test_nccl_takes_what_the_device_link_gives_it(_folder: Path) -> None:  # noq
 
 
 def _over_nccl() -> dist.ProcessGroup:
-    """A group of all ranks, whose CUDA tensors NCCL moves.
+    """Create a group of all ranks, whose CUDA tensors NCCL moves.
 
-    It refuses two ranks on one GPU of a host. Where there are too few GPUs, each rank says that it
-    has a host of its own, and NCCL joins them by TCP.
+    NCCL refuses two ranks on one GPU of a host. If there are too few GPUs, each rank claims to be
+    on a separate host, and NCCL connects them by TCP.
     """
     rank, count = objcomm.rank(), torch.cuda.device_count()
     if count < objcomm.world_size():
@@ -153,7 +153,7 @@ def _own_device() -> torch.device:
 
 
 def _sent_nbytes(group: dist.ProcessGroup) -> int:
-    """What this rank has sent over objcomm's own connections."""
+    """Return the bytes this rank has sent over objcomm's own connections."""
     return sum(each.sent_nbytes for each in objcomm.stats(group).values())
 
 
@@ -165,7 +165,7 @@ def test_tensors_are_combined_on_the_device_as_on_the_host() -> None:
     tree["halves"] = torch.rand(100_000, generator=generator).half()
     want = objcomm.all_reduce(tree, "mean", group=group)
     before = _sent_nbytes(group)
-    assert before > 100_000  # which counts what went through CPU memory
+    assert before > 100_000  # counts what went through CPU memory
     got = objcomm.all_reduce({key: each.cuda() for key, each in tree.items()}, "mean", group=group)
     assert _sent_nbytes(group) - before < 10_000
     for key, each in got.items():
@@ -260,7 +260,7 @@ def test_a_receive_waits_for_no_collective_that_was_queued_before_it() -> None:
         objcomm.send(mine, 1, group=group)
         dist.all_reduce(total, group=group)
     else:
-        dist.all_reduce(total, group=group)  # queued, and not awaited
+        dist.all_reduce(total, group=group)  # queued, not awaited
         got = objcomm.recv(0, group=group)
         assert bool((got == 1).all())
     assert bool((total == 2).all())

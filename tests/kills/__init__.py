@@ -1,1 +1,1 @@
-"""One rank is killed at any place of any operation, while another one computes for long."""
+"""One rank is killed at any point of any operation, while another one computes for long."""

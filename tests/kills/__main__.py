@@ -1,6 +1,6 @@
-"""``python -m tests.kills --minutes 60``: kill at random, and say what was not as promised.
+"""``python -m tests.kills --minutes 60``: kill at random, and report broken promises.
 
-``--trial`` carries out one that was printed, as often as ``--times`` says.
+``--trial`` repeats a trial that was printed, ``--times`` times.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from tests.kills.run import carry_out
 
 
 def main(arguments: list[str]) -> int:
-    """Try for so long; returns 1 where anything was not as promised."""
+    """Run trials for the given time; return 1 if any promise was broken."""
     parser = argparse.ArgumentParser(prog="python -m tests.kills", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=None)
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
 
 def side_by_side(trials: Iterator[Trial], count: int) -> Iterator[tuple[Trial, list[str]]]:
-    """Each trial and what it has found, so many at a time."""
+    """Yield each trial and what it found, running ``count`` at a time."""
     with ThreadPoolExecutor(count) as executor:
         running: dict[Future[list[str]], Trial] = {}
         is_over = False

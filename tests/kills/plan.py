@@ -1,6 +1,6 @@
-"""What is tried: which rank is killed where, in which operation, and who must hear of it.
+"""The trials: which rank is killed where, in which operation, and which ranks must notice.
 
-Declarations only: ``rank`` is one process of a trial, ``run`` carries it out and judges it.
+Declarations only: ``rank`` is one process of a trial, ``run`` runs and judges it.
 """
 
 import itertools
@@ -15,13 +15,13 @@ from tests.group.operations import FROM_ONE, OPERATIONS, TO_ONE
 
 Call = Callable[..., object]
 
-#: How long a rank that waits may take to hear of a death.
+#: How long a waiting rank may take to notice a death, in seconds.
 PROMISE_SECONDS = 2.0
-#: Of a call, where nothing else is asked for: only what is never told of a death reaches it.
+#: Default timeout of a call; only a rank that is never told of a death reaches it.
 FAR_SECONDS = 12.0
 
-#: Where the operation takes place: in the world, in a connected group that one more rank of the
-#: world is not in, or in such a group that has not been used before.
+#: Where the operation runs: in the world, in a connected group that leaves out one more rank of the
+#: world, or in such a group before its first use.
 WORLD, GROUP, FIRST_USE = "world", "group", "first-use"
 WHERE = [WORLD, GROUP, FIRST_USE]
 
@@ -30,17 +30,17 @@ class Trial(NamedTuple):
     """One kill.
 
     Attributes:
-        operation: a name in `CALLS`.
-        size: ranks that take part in it.
-        victim: the one that is killed, as a rank of those.
-        busy: the one that computes until the others have raised, or for longer than was promised;
-            -1 where all call at once.
-        at: the Python call inside of the package at which the victim is killed, counted from the
-            beginning of its operation; 0 if it is killed before that.
-        all_threads: whether the calls of all of the victim's threads count.
+        operation: a key of `CALLS`.
+        size: number of ranks in the operation.
+        victim: the rank that is killed, counted among those ranks.
+        busy: the rank that computes until the others have raised, or for longer than was promised;
+            -1 if all call at the same time.
+        at: the Python call inside the package at which the victim is killed, counted from the start
+            of its operation; 0 if it is killed before that.
+        all_threads: whether the calls of all the victim's threads count.
         where: one of `WHERE`.
         is_over_gloo: whether objects go over Gloo.
-        limit: of the operation, in seconds.
+        limit: timeout of the operation, in seconds.
     """
 
     operation: str
@@ -59,15 +59,15 @@ class Trial(NamedTuple):
 
     @property
     def waiting(self) -> list[int]:
-        """The survivors that make the call at once."""
+        """List the survivors that make the call immediately."""
         return [rank for rank in self.survivors if rank != self.busy]
 
     def must_hear(self, rank: int) -> bool:
-        """Whether a rank can't end the operation without the victim.
+        """Return whether a rank can't complete the operation without the victim.
 
-        If it waits it raises, within the promised time, also while it waits for the busy one. It
-        may return where the victim is killed in its call and has sent all that this one needs. One
-        that need not hear may return, and hears in its next call.
+        If it waits, it raises within the promised time, even while it waits for the busy rank. It
+        may return if the victim is killed in its call after sending all that this rank needs. A
+        rank that need not notice may return, and raises in its next call.
         """
         return self.victim in needs(self.operation, rank, self.size)
 
@@ -84,7 +84,7 @@ class Trial(NamedTuple):
 
     @classmethod
     def parsed(cls, text: str) -> Self:
-        """The trial that `str` has written so."""
+        """Parse a trial that `str` has written."""
         types: dict[str, Callable[[str], Any]] = {
             "operation": str,
             "where": str,
@@ -176,9 +176,9 @@ CALLS: dict[str, Call] = {
 
 
 def needs(operation: str, rank: int, size: int) -> set[int]:
-    """The other ranks without which a rank's part of an operation can't end, with default roots.
+    """Return the other ranks that a rank needs to complete an operation, with default roots.
 
-    Of a small object: who gives one to a single other rank need not wait for it.
+    For a small object: a rank that sends one to a single rank does not wait for it.
     """
     others = set(range(size)) - {rank}
     name = operation.removesuffix(ASYNC)
@@ -190,9 +190,9 @@ def needs(operation: str, rank: int, size: int) -> set[int]:
 
 
 def before_their_calls(operation: str) -> Iterator[Trial]:
-    """An operation with any two of three ranks, and with some of four, in other groups, over Gloo.
+    """Yield each operation with any two of three ranks, some with four, in other groups, over Gloo.
 
-    Where anybody has to hear of it.
+    Only if some rank has to notice the death.
     """
     place = list(CALLS).index(operation)
     of_four = list(itertools.permutations(range(4), 2))
@@ -214,7 +214,7 @@ MOST_CALLS = 400
 
 
 def drawn(source: random.Random) -> Trial:
-    """Any kill at all."""
+    """Draw any kill."""
     operation = source.choice(list(CALLS))
     size = source.randint(2, 4)
     victim = source.randrange(size)

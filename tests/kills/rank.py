@@ -1,4 +1,4 @@
-"""What one process does in a trial: join, make the call, say how it ended, and begin anew."""
+"""One process of a trial: join, make the call, report how it ended, and join a new group."""
 
 import faulthandler
 import itertools
@@ -24,7 +24,7 @@ from tests.waits import PATIENCE_S
 
 _PACKAGE = str(Path(objcomm.__file__).parent)
 
-#: The survivors' limit of their new group, which the slowest of them must reach.
+#: Timeout of the survivors' new group, which the slowest of them must reach.
 _ANEW_SECONDS = 15.0
 
 
@@ -32,11 +32,11 @@ class Seen(NamedTuple):
     """How one call ended.
 
     Attributes:
-        error: the type's name; empty if it returned.
+        error: the type's name; empty if the call returned.
         peers: the ranks of the world that the error names as lost.
-        began: when the call was made, in seconds of a clock that all processes share.
+        began: when the call started, in seconds of a clock that all processes share.
         ended: when it ended, by the same clock.
-        text: the error's.
+        text: the error's text.
     """
 
     error: str
@@ -47,13 +47,13 @@ class Seen(NamedTuple):
 
 
 def take_part(trial: Trial, number: int, pipe: Connection, log: Path) -> None:
-    """Be one process of a trial.
+    """Run one process of a trial.
 
     Args:
-        trial: which.
+        trial: the trial.
         number: the process's rank in the world.
-        pipe: the parent's orders, and what they lead to.
-        log: for what is printed.
+        pipe: receives the parent's orders, and sends their results.
+        log: file for the output.
     """
     with log.open("wb") as printed:
         os.dup2(printed.fileno(), 1)
@@ -62,7 +62,7 @@ def take_part(trial: Trial, number: int, pipe: Connection, log: Path) -> None:
     if trial.is_over_gloo:
         os.environ.update(OVER_GLOO)
     torch.set_num_threads(1)
-    offset = trial.world_size - trial.size  # the one that is in no group is the world's first
+    offset = trial.world_size - trial.size  # the rank in no group is the world's first
     killer = _Killer(trial)
     if number == trial.victim + offset:
         killer.listen()
@@ -87,7 +87,7 @@ def take_part(trial: Trial, number: int, pipe: Connection, log: Path) -> None:
             process.die(pipe, killer)
         pipe.send(getattr(process, order)())
     sys.stdout.flush()
-    os._exit(0)  # what an interpreter's end does to a broken world is tested elsewhere
+    os._exit(0)  # exiting an interpreter with a broken world is tested elsewhere
 
 
 class _Process:
@@ -109,16 +109,16 @@ class _Process:
         return self._seen(lambda: call(obj, timeout=trial.limit, group=self._group))
 
     def call_again(self) -> Seen:
-        """Make the next call, in which all wait for all."""
+        """Make the next call, in which all ranks wait for all."""
         return self._seen(lambda: objcomm.barrier(timeout=FAR_SECONDS, group=self._group))
 
     def call_on_the_world(self) -> Seen:
-        """The same of a rank that is not in the group."""
+        """Make the next call of a rank that is not in the group."""
         self._offset, self._group = 0, None
         return self.call_again()
 
     def begin_anew(self) -> object:
-        """What the documentation has survivors do, each with the ranks that its own error names."""
+        """Recover as documented, using the ranks that this rank's own error names."""
         ranks = [rank for rank in range(objcomm.world_size()) if rank not in self._lost]
         try:
             group: Any = objcomm.new_group(ranks, timeout=_ANEW_SECONDS)
@@ -126,12 +126,12 @@ class _Process:
             large = objcomm.broadcast(
                 bytes(100_000), group_src=len(ranks) - 1, group=group, timeout=_ANEW_SECONDS
             )
-        except Exception as error:  # noqa: BLE001  # told to the parent
+        except Exception as error:  # noqa: BLE001  # reported to the parent
             return f"{ranks}: {type(error).__name__}: {error}"
         return told if len(large) == 100_000 else "wrong"
 
     def die(self, pipe: Connection, killer: "_Killer") -> None:
-        """Make the call, unless this process is to die before, and wait for the end."""
+        """Make the call, unless this process is to be killed before it, and wait for the end."""
         if self._trial.at == 0:
             killer.strike()
         killer.arm()
@@ -144,7 +144,7 @@ class _Process:
         began = time.monotonic()
         try:
             call()
-        except Exception as error:  # noqa: BLE001  # told to the parent
+        except Exception as error:  # noqa: BLE001  # reported to the parent
             ended = time.monotonic()
             named = getattr(error, "missing", getattr(error, "peers", ()))
             self._lost = tuple(each + self._offset for each in named)
@@ -153,7 +153,7 @@ class _Process:
 
 
 class _Killer:
-    """Counts the calls of the package's own functions, and kills this process at one of them."""
+    """Count the calls of the package's own functions, and kill this process at one of them."""
 
     def __init__(self, trial: Trial) -> None:
         self._trial = trial
@@ -161,7 +161,7 @@ class _Killer:
         self._is_armed = False
 
     def listen(self) -> None:
-        """Be told of the calls of all threads that begin from now on."""
+        """Start counting the calls of all threads that start from now on."""
         if self._trial.all_threads:
             threading.setprofile(self._count)
 

@@ -1,4 +1,4 @@
-"""Carries a trial out on real processes, and says what was not as promised."""
+"""Run a trial on real processes, and report broken promises."""
 
 import contextlib
 import os
@@ -16,9 +16,9 @@ from tests.kills.plan import FAR_SECONDS, PROMISE_SECONDS, Trial
 from tests.kills.rank import Seen, take_part
 from tests.waits import PATIENCE_S, Slowness
 
-# The victim, where it does not come to the call at which it dies: it waits, and is killed there.
+# For a victim that does not reach the call at which it dies: it waits, and is killed there.
 _IN_WAIT_SECONDS = 1.0
-# The busy rank computes for so much longer than was promised; no machine is so slow.
+# The busy rank computes this much longer than was promised; no machine is that slow.
 _BUSY_SECONDS = 6.0
 _HANG_SECONDS = FAR_SECONDS + 5.0
 _STACKS_SECONDS = 0.5
@@ -26,10 +26,10 @@ _LOOK_SECONDS = 0.05
 
 
 def carry_out(trial: Trial) -> list[str]:
-    """Run one trial to its end; nothing of it stays.
+    """Run one trial to its end, and clean up.
 
     Returns:
-        What was not as promised, a line for each thing.
+        One line for each broken promise.
     """
     folder = Path(tempfile.mkdtemp(prefix="objcomm-kills-"))
     run = _Run(trial, folder)
@@ -76,18 +76,18 @@ class _Run:
         self._anew: dict[int, object] = {}
 
     def _number(self, rank: int) -> int:
-        """A rank's number in the world."""
+        """Return a rank's number in the world."""
         return rank + self._offset
 
     def connect(self) -> None:
-        """Have all connect, and be about to call."""
+        """Connect all ranks, up to just before the call."""
         for pipe in self._pipes:
             pipe.send(self._store.port)
         for number in range(self._trial.world_size):
-            self._answer(number, PATIENCE_S)  # the first of a run waits for the fork server, too
+            self._answer(number, PATIENCE_S)  # the first of a run also waits for the fork server
 
     def kill(self) -> None:
-        """Have all but the busy one call, and that one when the others have heard, or late."""
+        """Let all but the busy rank call, and that one once the others have raised, or late."""
         trial, victim = self._trial, self._number(self._trial.victim)
         calling = {self._number(rank) for rank in trial.waiting}
         hearing = {self._number(rank) for rank in trial.waiting if trial.must_hear(rank)}
@@ -99,7 +99,7 @@ class _Run:
         while calling or coming or not self._died_at:
             now = time.monotonic()
             if now >= until:
-                self._answer(min(calling))  # which tells where that one is
+                self._answer(min(calling))  # reports its position
             if not self._died_at and (now >= kill_at or self._has_returned):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pid(victim), signal.SIGKILL)
@@ -114,7 +114,7 @@ class _Run:
                 hearing.discard(number)
 
     def _those_with_news(self, calling: set[int]) -> list[int]:
-        """Wait a moment for whoever of those that call has an answer, and for the victim's end."""
+        """Wait briefly for results of the calling ranks, and for the victim's end."""
         victim = self._number(self._trial.victim)
         sentinel = self._processes[victim].sentinel
         of_victim = [] if self._died_at else [sentinel, self._pipes[victim]]
@@ -130,7 +130,7 @@ class _Run:
         return [number for number in calling if self._pipes[number] in ready]
 
     def call_again(self) -> None:
-        """Who has not heard by now does in its next call."""
+        """Let the ranks that have not raised so far make their next call."""
         later = {
             number: "call_again" if number >= self._offset else "call_on_the_world"
             for number, seen in self._seen.items()
@@ -142,9 +142,10 @@ class _Run:
             self._seen[number].append(self._answer(number))
 
     def begin_anew(self) -> None:
-        """Have all survivors make a group of those that they know to be there.
+        """Let all survivors create a group of the ranks that they know to be alive.
 
-        They would wait for each other in vain where one of them names others.
+        If one of them names others, they would wait for each other without success, so skip it
+        then.
         """
         if any(
             seen[-1].peers != (self._number(self._trial.victim),) for seen in self._seen.values()
@@ -156,7 +157,7 @@ class _Run:
             self._anew[number] = self._answer(number, PATIENCE_S)
 
     def judge(self, factor: float) -> list[str]:
-        """What was not as promised, on a machine that takes ``factor`` times as long."""
+        """List the broken promises, on a machine that takes ``factor`` times as long."""
         trial, found = self._trial, []
         victim = self._number(trial.victim)
         allowed = PROMISE_SECONDS * factor

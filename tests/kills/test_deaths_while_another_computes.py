@@ -1,4 +1,4 @@
-"""A rank dies before its call, and another one computes: whoever waits hears of the death."""
+"""A rank dies before its call while another one computes: every waiting rank notices the death."""
 
 import os
 import random
@@ -16,7 +16,7 @@ from tests.kills.run import carry_out
 from tests.ranks import ranks
 from tests.workers import here
 
-#: Each way to wait once, with the dead rank and the busy one at different places.
+#: Each way to wait once, with the dead rank and the busy one in different positions.
 CORE = [
     Trial("barrier"),
     Trial("all_gather", 4, victim=3, busy=1),
@@ -61,14 +61,14 @@ def test_the_same_of_each_operation_with_any_two_ranks(operation: str) -> None:
 @pytest.mark.timed
 @pytest.mark.parametrize("trial", _WITHIN_ITS_LIMIT, ids=str)
 def test_a_limit_that_passes_meanwhile_tells_of_the_death(trial: Trial) -> None:
-    """And does not say where the dead rank is."""
+    """The error does not give a position of the dead rank."""
     assert not carry_out(trial)
 
 
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.long)])
 @ranks(3, expect_dead={2})
 def test_a_survivor_that_has_heard_makes_a_group_and_is_no_desync(turn: int) -> None:
-    """Rank 1 hears of it in a message, and goes on; rank 0 still waits in the world for both."""
+    """Rank 1 learns of it in a message and continues; rank 0 still waits in the world for both."""
     del turn
     objcomm.barrier()
     if here().rank == 1:
@@ -93,7 +93,7 @@ def test_a_survivor_that_has_heard_makes_a_group_and_is_no_desync(turn: int) -> 
 @pytest.mark.timed
 @ranks(3, expect_dead={2})
 def test_a_death_is_heard_of_on_one_lane_while_another_awaits_the_same_rank() -> None:
-    """A broadcast needs its source alone, the gather beside it the dead rank as well."""
+    """A broadcast needs only its source; the concurrent gather also needs the dead rank."""
     objcomm.barrier()
     heard: list[BaseException] = []
 

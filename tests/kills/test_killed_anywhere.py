@@ -1,4 +1,4 @@
-"""A short form of ``python -m tests.kills``: kills at any call inside of the package."""
+"""A short form of ``python -m tests.kills``: kills at any call inside the package."""
 
 import random
 import time
@@ -39,7 +39,7 @@ def test_a_trial_is_read_as_it_was_written() -> None:
 
 
 def test_who_has_to_hear_of_a_death() -> None:
-    """A destination waits for all, those that give it something for nobody."""
+    """A destination waits for all ranks; the ranks that send to it wait for none."""
     assert needs("gather", 0, 3) == {1, 2}
     assert needs("reduce async", 1, 3) == set()
     assert needs("broadcast", 2, 3) == {0}

@@ -1,1 +1,1 @@
-"""What a stranger installs: the archives, and an environment that holds nothing else."""
+"""What a user installs: the archives, and an environment with nothing else."""

@@ -1,8 +1,8 @@
-"""``python -m tests.package``: build the archives into dist/ and try them as a stranger would.
+"""``python -m tests.package``: build the archives into dist/ and try them as a user would.
 
-The environment that they are tried in has nothing but the wheel and what it asks for, at the
-versions of constraints.txt. Installing torch takes most of the time: a minute from this machine's
-disk, more from an index.
+They are tried in an environment with only the wheel and its requirements, at the versions of
+constraints.txt. Installing torch takes most of the time: a minute from a local disk, more from an
+index.
 """
 
 import os
@@ -27,13 +27,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 DIST = ROOT / "dist"
 
-# All that pip and the programs may take from around them.
+# All that pip and the programs may take from their environment.
 _ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
 _PINNED = {**_ENVIRONMENT, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
 
 
 def main() -> None:
-    """Go through the steps; the first that fails ends the program, and its output says why."""
+    """Run the steps; the first that fails ends the program, and its output says why."""
     with TemporaryDirectory(prefix="objcomm-package-") as name, ThreadPoolExecutor(1) as beside:
         folder = Path(name)
         source, wheel = _step("build", build)
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def build() -> tuple[Path, Path]:
-    """Build the source archive, and the wheel from that: what it lacks the wheel will lack."""
+    """Build the source archive, and the wheel from it, so that the wheel shows what it lacks."""
     shutil.rmtree(DIST, ignore_errors=True)
     _run(sys.executable, "-m", "build", "--outdir", DIST, ROOT, environment=_PINNED)
     (source,), (wheel,) = DIST.glob("*.tar.gz"), DIST.glob("*.whl")
@@ -59,7 +59,7 @@ def build() -> tuple[Path, Path]:
 
 
 def check_contents(source: Path, wheel: Path) -> None:
-    """Everything that git tracks is in the one, the package and nothing else in the other."""
+    """Check that one has everything that git tracks, and the other the package and nothing else."""
     with tarfile.open(source) as archive:
         archived = {each.name.partition("/")[2] for each in archive if each.isfile()}
     with zipfile.ZipFile(wheel) as archive:
@@ -73,9 +73,9 @@ def check_contents(source: Path, wheel: Path) -> None:
 
 
 def check_suite(source: Path, folder: Path) -> None:
-    """The suite of the source archive can be collected and begins to run without git.
+    """Check that the suite of the source archive can be collected and starts without git.
 
-    Its files are those of the checkout, see ``check_contents``, and so are its tests.
+    Its files are those of the checkout, see ``check_contents``, so its tests are, too.
     """
     with tarfile.open(source) as archive:
         archive.extractall(folder, filter="data")
@@ -89,7 +89,7 @@ _TWINE = (sys.executable, "-m", "twine", "--no-color", "check", "--strict")
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """A new environment with the wheel; returns its interpreter."""
+    """Create an environment with the wheel; return its interpreter."""
     venv.create(folder / "environment", with_pip=True)
     python = folder / "environment" / "bin" / "python"
     # Compiling all of torch takes longer than installing it, and little of it is imported here.
@@ -100,7 +100,7 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 def check_pages(wheel: Path, folder: Path) -> None:
-    """The first pages' programs run with exactly what their own lines install, and print that."""
+    """Check that the first pages' programs need only what the pages install, and their output."""
     binaries = folder / "environment" / "bin"
     environment = {**_PINNED, "PATH": f"{binaries}:{_PINNED['PATH']}"}
     for page in PAGES:
@@ -113,8 +113,8 @@ def check_pages(wheel: Path, folder: Path) -> None:
                 command = [binaries / "python", "-m", *words]
                 command[command.index(".")] = wheel
             elif words[0] == "torchrun":
-                # With a port that nobody else has. Its ranks write a line and its end apart, so two
-                # lines may share one in what it prints: each rank writes to a file of its own.
+                # On a port that nothing else uses. Its ranks write a line and its end separately,
+                # so their lines may mix: each rank writes to its own file.
                 apart = ("--redirects=1", f"--log-dir={logs}")
                 command = ["torchrun", "--standalone", *apart, *words[1:]]
             text = _printed(*command, at=at, environment=environment)
@@ -126,8 +126,8 @@ def check_pages(wheel: Path, folder: Path) -> None:
 
 
 def check_types(python: Path, folder: Path) -> None:
-    """Mypy, strict, finds the annotations of what was installed."""
-    program = shutil.copy(HERE / "typed.py", folder)  # beside no configuration and no checkout
+    """Check that mypy in strict mode finds the annotations of the installed package."""
+    program = shutil.copy(HERE / "typed.py", folder)  # away from any configuration and checkout
     found = ("--strict", "--cache-dir", folder / "mypy", "--python-executable", python)
     _run(sys.executable, "-m", "mypy", *found, program, at=folder)
 

@@ -1,11 +1,11 @@
-"""What the first pages tell their reader to do, command by command."""
+"""The commands that the first pages tell their readers to run."""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-#: The pages that a reader follows from top to bottom, each with all that it takes to do so.
+#: The pages that a reader follows from top to bottom, and that have all the steps needed.
 PAGES = ("docs/index.md", "docs/quickstart.md", "README.md")
 
 _FENCE = re.compile(r"^```(python|text)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -16,7 +16,7 @@ class Step(NamedTuple):
 
     Attributes:
         words: the command line.
-        shown: what the page says that it prints.
+        shown: the output that the page shows for it.
     """
 
     words: list[str]
@@ -24,7 +24,7 @@ class Step(NamedTuple):
 
 
 def programs(page: Path) -> Iterator[tuple[str, list[list[str]]]]:
-    """Each program of a page, and the command lines below it; no program, for those before."""
+    """Yield each program of a page with the commands below it; empty for those before the first."""
     source, below = "", list[list[str]]()
     for kind, content in _FENCE.findall(page.read_text(encoding="utf-8")):
         if kind == "python":
@@ -36,7 +36,7 @@ def programs(page: Path) -> Iterator[tuple[str, list[list[str]]]]:
 
 
 def steps(page: Path, folder: Path) -> Iterator[Step]:
-    """The commands of a page, in order; what one starts lies in the folder when it is given."""
+    """Yield the commands of a page in order; the program of each is in the folder by then."""
     for source, below in programs(page):
         for words in below:
             if words[0] in {"python", "torchrun"}:
@@ -45,7 +45,7 @@ def steps(page: Path, folder: Path) -> Iterator[Step]:
 
 
 def _shown(source: str) -> list[str]:
-    """The comments right below a ``print``."""
+    """Return the comments right below a ``print``."""
     shown, is_below = [], False
     for line in map(str.strip, source.splitlines()):
         if is_below and line.startswith("# "):

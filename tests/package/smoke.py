@@ -1,4 +1,4 @@
-"""Run by the new environment's interpreter, outside of the checkout: does the package work?"""
+"""Run by the new environment's interpreter, outside the checkout: does the package work?"""
 
 import subprocess
 import sys
@@ -9,12 +9,12 @@ import objcomm
 
 
 def greet(config: dict[str, float] | None) -> tuple[int, dict[str, float] | None]:
-    """What each rank does."""
+    """Return what each rank returns."""
     return objcomm.rank(), objcomm.broadcast(config if objcomm.is_main() else None)
 
 
 def main() -> None:
-    """Try what a new user tries first; raises at the first thing that is wrong."""
+    """Try what a new user tries first; raise at the first failure."""
     origin = Path(objcomm.__file__)
     if not origin.is_relative_to(sys.prefix):
         raise AssertionError(f"{origin} was imported, which is not what was installed")
@@ -27,14 +27,14 @@ def main() -> None:
         commands = printed(*command, "--help")
         if "inspect" not in commands:
             raise AssertionError(f"{command} --help printed {commands}")
-    # Nothing that the demo needs came with torch.
+    # torch does not bring anything that the demo needs.
     refused = printed("-m", "objcomm.demo", "--nproc", "1", fails=True)
     if "pip install numpy scikit-learn matplotlib tqdm" not in refused:
         raise AssertionError(f"the demo does not say what it needs:\n{refused}")
 
 
 def printed(*arguments: str, fails: bool = False) -> str:
-    """What this interpreter prints, run once more."""
+    """Return what another run of this interpreter prints."""
     done = subprocess.run(
         [sys.executable, *arguments],
         check=False,

@@ -1,4 +1,4 @@
-"""The archives, as a stranger gets them; beside the other long tests, of which most wait."""
+"""The archives, as a user gets them; run beside the other long tests, most of which wait."""
 
 import os
 import subprocess
@@ -9,9 +9,9 @@ import pytest
 
 from tests.package.__main__ import ROOT
 
-# Of a hang, and below that of every test, see ``tests/conftest.py``. An index may take minutes to
-# send torch; and this needs two minutes of processor time, of which the other tests leave it an
-# eighth: 850 s were not enough once.
+# Only a hang takes this long, and it is below every test's deadline, see ``tests/conftest.py``. An
+# index may take minutes to send torch. This needs two minutes of processor time, and the other
+# tests leave it an eighth of a processor: 850 s were not enough once.
 _DEADLINE_S = 1700.0
 
 
@@ -19,10 +19,10 @@ _DEADLINE_S = 1700.0
 @pytest.mark.lasting
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git tells what belongs into the archives")
 def test_what_is_built_installs_and_does_what_the_pages_tell(tmp_path: Path) -> None:
-    # Names of an index may be looked up for longer than ranks do it, see ``tests/conftest.py``.
+    # pip may resolve an index's name for longer than ranks do, see ``tests/conftest.py``.
     of_tests = ("PYTEST_", "RES_OPTIONS")
     own = {name: value for name, value in os.environ.items() if not name.startswith(of_tests)}
-    printed = tmp_path / "printed"  # a pipe's content is cut short where the deadline passes
+    printed = tmp_path / "printed"  # a pipe's content would be truncated at the deadline
     with printed.open("wb") as file:
         started = subprocess.Popen(
             [sys.executable, "-m", "tests.package"],

@@ -1,4 +1,4 @@
-"""A user's program, for mypy to read with what was installed; never run."""
+"""A user's program, type-checked by mypy with the installed package; never run."""
 
 from typing import assert_type
 
