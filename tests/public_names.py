@@ -1,4 +1,4 @@
-"""Every public name, as users write it behind ``objcomm.``."""
+"""Every public name, as users write it after ``objcomm.``."""
 
 import inspect
 from types import ModuleType
@@ -6,7 +6,7 @@ from typing import Any
 
 import objcomm
 
-#: Modules of one topic each. All that ``errors`` has stands at the top as well.
+#: Modules for one topic each. All of ``errors`` is available at the top level as well.
 TOPICS = {
     name: member
     for name in objcomm.__all__

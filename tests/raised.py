@@ -1,4 +1,4 @@
-"""The texts that objcomm raises, with gaps, and whether a message has the words of one."""
+"""The texts that objcomm raises, with gaps, and whether a message contains one."""
 
 import ast
 import re
@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 _ROOT = Path(__file__).parents[1]
 _PACKAGE = _ROOT / "objcomm"
-_GAP = "…"  # what differs from case to case, on the page and here
+_GAP = "…"  # varies from case to case, on the page and here
 _TOLD = ("Error", "Timeout", "Position")  # classes whose text a user reads
-_FEWEST_WORDS = 2  # less is a name, such as that of a codec
+_FEWEST_WORDS = 2  # shorter texts are names, such as a codec's
 
 
 def words(text: str) -> list[str]:
-    """What a search looks at: words and gaps, in lower case."""
+    """Split a text into what a search uses: words and gaps, in lower case."""
     return re.findall(rf"\w+|{_GAP}", text.lower())
 
 
 def template(node: ast.expr) -> str:
-    """A text with a gap for whatever is filled in; empty if it is no text."""
+    """Return a text with a gap for each inserted value; empty if it is not a text."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -31,7 +31,7 @@ def template(node: ast.expr) -> str:
 
 
 def texts(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """Where a module writes what an error will say, with the class that is given that text."""
+    """Yield each text that a module's errors will show, after the name of the class that takes it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func).rpartition(".")[2]
@@ -46,7 +46,7 @@ def texts(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
 
 
 class Told(NamedTuple):
-    """A text of the package with gaps: where it is written, of which class, whole."""
+    """A text of the package with gaps: its position, its class, and the whole text."""
 
     where: str
     of: str
@@ -54,12 +54,12 @@ class Told(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """Up to the advice that follows a semicolon."""
+        """Return the text up to the advice after a semicolon."""
         return self.text.split("; ")[0]
 
 
 def raised() -> list[Told]:
-    """Each text that the package raises."""
+    """List the texts that the package raises."""
     found = []
     for path in sorted(_PACKAGE.rglob("*.py")):
         for of, node in texts(ast.parse(path.read_text(encoding="utf-8"))):
@@ -71,7 +71,7 @@ def raised() -> list[Told]:
 
 
 def is_in(text: str, message: list[str]) -> bool:
-    """Whether a message has the fixed words of a text, unbroken between its gaps."""
+    """Return whether a message has the fixed words of a text, unbroken between its gaps."""
     at = 0
     for piece in " ".join(words(text)).split(_GAP):
         want = piece.split()

@@ -2,7 +2,7 @@
 
 The pool of a world size lives for the whole test run, so a test costs a message and not a spawn. A
 pool in which a test failed is ended, and the next test gets a new one. A test that kills, exits or
-breaks its ranks says `disposable=True` and has processes of its own.
+breaks its ranks passes `disposable=True` and gets its own processes.
 """
 
 import inspect
@@ -18,10 +18,10 @@ __all__ = ["OVER_GLOO", "close_pools", "ranks", "run_on_fresh_ranks", "run_on_ra
 
 Body = Callable[..., None]
 
-#: The ``environment`` of tests of what is peculiar to Gloo's link.
+#: The ``environment`` of tests of behavior that is specific to Gloo's link.
 OVER_GLOO = {"OBJCOMM_TRANSPORT": "gloo"}
 
-DEADLINE_S = 120.0  # only a hang takes so long, even beside two other suites
+DEADLINE_S = 120.0  # only a hang takes this long, even while two other suites run
 
 _pools: dict[int, Pool] = {}
 
@@ -38,12 +38,12 @@ def ranks(
     """Run the test's body on every rank of each world.
 
     Args:
-        world_sizes: how many ranks; the test is parametrised over them.
-        long: further worlds, for the long tests.
-        deadline: seconds after which every rank's stacks are reported and its process is ended.
-        disposable: use fresh processes, which end with the test.
+        world_sizes: the world sizes; the test is parametrized over them.
+        long: more world sizes, for the long tests.
+        deadline: seconds after which every rank's stacks are reported and its process is killed.
+        disposable: use fresh processes that end with the test.
         joined: whether the ranks join a process group first; if not, the body does.
-        expect_dead: ranks whose process the body ends; implies ``disposable``.
+        expect_dead: ranks whose processes the body ends; implies ``disposable``.
         environment: variables to set; implies ``disposable``.
     """
     fresh = disposable or bool(expect_dead) or not joined or environment is not None
@@ -68,7 +68,7 @@ def ranks(
 def solo(
     *, environment: Mapping[str, str] | None = None, deadline: float = DEADLINE_S
 ) -> Callable[[Body], Body]:
-    """Run the test's body in one fresh process that has not initialised torch.distributed."""
+    """Run the test's body in one fresh process that has not initialized torch.distributed."""
 
     def decorate(body: Body) -> Body:
         def run(**arguments: object) -> None:
@@ -85,7 +85,7 @@ def solo(
 def run_on_ranks(
     world_size: int, function: Body, deadline: float = DEADLINE_S, **arguments: object
 ) -> None:
-    """Call an importable function on every rank of the pool, as a test's body would be."""
+    """Call an importable function on every rank of the pool, like a test's body."""
     order = Order(function.__module__, function.__name__, arguments)
     _judge(_run_in_pool(world_size, order, deadline), ())
 
@@ -93,13 +93,13 @@ def run_on_ranks(
 def run_on_fresh_ranks(
     world_size: int, function: Body, deadline: float = DEADLINE_S, **arguments: object
 ) -> None:
-    """The same in processes of its own that have joined nothing; size 0 means one of them."""
+    """Do the same in new processes that have joined no group; size 0 means one process."""
     order = Order(function.__module__, function.__name__, arguments)
     _judge(_run_once(Pool(max(1, world_size), joined=False), order, deadline), ())
 
 
 def close_pools() -> list[str]:
-    """End all pools; name the ranks that did not end when asked to."""
+    """End all pools; list the ranks that did not end when asked to."""
     stubborn = [
         f"rank {rank} of {world_size}"
         for world_size, pool in _pools.items()
@@ -134,7 +134,7 @@ def _run_once(pool: Pool, order: Order, deadline: float) -> list[Report]:
     try:
         return pool.run(replace(order, is_last=True), deadline)
     finally:
-        pool.ruined = True  # its ranks may be in any state: do not ask kindly
+        pool.ruined = True  # its ranks may be in any state: kill them
         pool.close()
 
 

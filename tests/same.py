@@ -1,4 +1,4 @@
-"""`assert_same(got, want)`: equal in value, exact in type, alike in what is shared."""
+"""`assert_same(got, want)`: equal in value, exact in type, with the same sharing."""
 
 import collections
 import dataclasses
@@ -20,9 +20,9 @@ def assert_same(got: object, want: object, *, sharing: bool = True) -> None:
     """Fail with the path of the first difference.
 
     Args:
-        got: what arrived.
-        want: what was sent.
-        sharing: whether members that are one object in ``want`` must be one in ``got``.
+        got: the received object.
+        want: the sent object.
+        sharing: whether members that are one object in ``want`` must be one object in ``got``.
     """
     _Comparison(sharing=sharing).compare(got, want, "obj")
 
@@ -30,7 +30,7 @@ def assert_same(got: object, want: object, *, sharing: bool = True) -> None:
 class _Comparison:
     def __init__(self, *, sharing: bool) -> None:
         self._sharing = sharing
-        # By identity of the wanted member; both are kept alive so that no identity recurs.
+        # By identity of the wanted member; both are kept alive so that no identity is reused.
         self._seen: dict[int, tuple[Any, Any]] = {}
 
     def compare(self, got: Any, want: Any, path: str) -> None:
@@ -121,7 +121,7 @@ class _Comparison:
         elif isinstance(want, np.ma.MaskedArray):
             self.compare(got.mask, want.mask, f"{path}.mask")
             self.compare(got.data, want.data, f"{path}.data")
-        elif want.dtype.type is np.longdouble:  # padded with bytes that mean nothing
+        elif want.dtype.type is np.longdouble:  # has padding bytes without a meaning
             assert np.array_equal(got, want), f"{path}: {got!r} is not {want!r}"
         else:
             assert got.tobytes() == want.tobytes(), f"{path}: {got!r} is not {want!r}"
@@ -142,7 +142,7 @@ def _compare_tensors(got: torch.Tensor, want: torch.Tensor, path: str) -> None:
 
 
 def _parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The strided tensors that make up any tensor."""
+    """Return the strided tensors that make up any tensor."""
     tensor = tensor.detach()
     if tensor.is_quantized:
         scale = torch.tensor([tensor.q_scale(), float(tensor.q_zero_point())])
@@ -173,7 +173,7 @@ def _closed_over(function: Any) -> list[Any]:
 
 
 def _attributes_of(cls: type) -> set[str]:
-    """All that a class and its bases define, ``object`` left out."""
+    """Return all that a class and its bases define, except ``object``."""
     return {name for base in cls.__mro__[:-1] for name in vars(base)}
 
 

@@ -1,6 +1,6 @@
-"""Objects that must arrive as they were sent, by name; more of them in the two modules beside.
+"""Objects that must arrive unchanged, by name; two more modules add to them.
 
-Each is made anew on every rank, so that a receiver can compare with one of its own.
+Each rank creates its own, so that a receiver can compare.
 """
 
 import dataclasses
@@ -21,28 +21,28 @@ import objcomm
 
 
 class Colour(enum.Enum):
-    """An enum without functions of its own."""
+    """An enum without methods."""
 
     RED = 1
     GREEN = "green"
 
 
 class Level(enum.IntEnum):
-    """Members that are ints."""
+    """An enum whose members are ints."""
 
     LOW = 1
     HIGH = 2**70
 
 
 class Rights(enum.Flag):
-    """Members that combine."""
+    """An enum whose members can be combined."""
 
     READ = enum.auto()
     WRITE = enum.auto()
 
 
 class Point(NamedTuple):
-    """A tuple with names."""
+    """A tuple with field names."""
 
     x: int
     y: float
@@ -50,7 +50,7 @@ class Point(NamedTuple):
 
 @dataclasses.dataclass
 class Run:
-    """A dataclass that holds others."""
+    """A dataclass that contains others."""
 
     name: str
     points: list[Point]
@@ -59,14 +59,14 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """A dataclass that forbids assignment and has no ``__dict__``."""
+    """A frozen dataclass without ``__dict__``."""
 
     lr: float
     betas: tuple[float, float]
 
 
 class Plain:
-    """A class with nothing but attributes."""
+    """A class with only attributes."""
 
     def __init__(self, **attributes: object) -> None:
         self.__dict__.update(attributes)
@@ -81,7 +81,7 @@ class TwoArgumentError(Exception):
 
 
 class Blob:
-    """A class that hands its memory to pickle's protocol 5 itself."""
+    """A class that passes its memory to pickle's protocol 5 itself."""
 
     def __init__(self, content: Any) -> None:
         self.content = bytearray(content)
@@ -97,7 +97,7 @@ for _class in (Colour, Level, Rights, Point, Run, Settings, Plain):
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """How to make an object, and whether the codec of plain data takes it."""
+    """How to create an object, and whether the plain codec encodes it."""
 
     make: Callable[[], Any]
     is_plain: bool
@@ -107,12 +107,12 @@ SAMPLES: dict[str, Sample] = {}
 
 
 def plain(name: str, make: Callable[[], Any]) -> None:
-    """Add an object that every codec carries."""
+    """Add an object that every codec encodes."""
     SAMPLES[name] = Sample(make, is_plain=True)
 
 
 def pickled(name: str, make: Callable[[], Any]) -> None:
-    """Add an object that only pickle carries."""
+    """Add an object that only pickle encodes."""
     SAMPLES[name] = Sample(make, is_plain=False)
 
 
@@ -121,14 +121,14 @@ def _always(obj: Any) -> Callable[[], Any]:
 
 
 def names(codec: str = "pickle") -> list[str]:
-    """The samples that a codec carries."""
+    """List the samples that a codec encodes."""
     from tests import object_samples, tensor_samples  # noqa: F401, PLC0415  # they add their own
 
     return [name for name, sample in SAMPLES.items() if codec == "pickle" or sample.is_plain]
 
 
 def make(name: str) -> Any:
-    """A new object of that name."""
+    """Create the sample of that name."""
     from tests import object_samples, tensor_samples  # noqa: F401, PLC0415  # they add their own
 
     return SAMPLES[name].make()
@@ -162,7 +162,7 @@ def _bytes_that_differ(nbytes: int) -> bytes:
     return bytes(range(256)) * (nbytes // 256) + bytes(nbytes % 256)
 
 
-# Around every power of two where a layer may change its mind, and in the megabytes.
+# Around every power of two at which a layer may change its behavior, and in the megabytes.
 SIZES = (0, 1, 255, 256, 4096, 32_000, 32_767, 32_768, 32_769, 65_535, 65_536, 65_537, 5_000_000)
 for _size in SIZES:
     plain(f"{_size} bytes", functools.partial(_bytes_that_differ, _size))
@@ -183,7 +183,7 @@ plain("1 and True as values", lambda: [1, True, 1.0, 0, False, 0.0])
 plain("list of 10000 ints", lambda: list(range(10_000)))
 plain("range", lambda: range(1, 10, 3))
 
-_NAIVE = datetime.datetime(2024, 2, 29, 23, 59, 59, 999_999)  # noqa: DTZ001  # it must stay so
+_NAIVE = datetime.datetime(2024, 2, 29, 23, 59, 59, 999_999)  # noqa: DTZ001  # must stay naive
 plain("datetime", lambda: _NAIVE)
 plain("datetime utc", lambda: datetime.datetime(1, 1, 1, tzinfo=datetime.UTC))
 plain(

@@ -1,4 +1,4 @@
-"""Runs a text as a program of its own."""
+"""Run a string as a separate program."""
 
 import subprocess
 import sys
@@ -9,12 +9,12 @@ _ROOT = Path(__file__).parents[1]
 
 
 def run_python(source: str, *options: str) -> str:
-    """What a fresh interpreter prints; fails with what it wrote if it failed."""
+    """Return what a fresh interpreter prints; fail with its output if it fails."""
     done = subprocess.run(  # our own interpreter, our own text
         [sys.executable, *options, "-c", textwrap.dedent(source)],
         capture_output=True,
         text=True,
-        timeout=400,  # only a hang takes so long
+        timeout=400,  # only a hang takes this long
         cwd=_ROOT,
         check=False,
     )

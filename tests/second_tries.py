@@ -1,8 +1,8 @@
-"""A test marked ``timed`` that fails is tried once more, by itself, when all others are over.
+"""Retry a failed test that is marked ``timed`` once, alone, after all others.
 
-Such a test holds a promise of time, and the machine may have been busy with the other tests. One
-that hangs or is wrong fails twice. More than `ALLOWED` of them fail the run: then it is not the
-machine.
+Such a test checks a promised duration, and the machine may have been busy with the other tests. A
+test that hangs or is wrong fails twice. More than `ALLOWED` retries fail the run: then the machine
+is not the cause.
 """
 
 import subprocess
@@ -17,33 +17,33 @@ _LIMIT_S = 600.0
 
 
 class SecondTries:
-    """A plugin of pytest's; in a run on several processes each has one."""
+    """A pytest plugin; with several processes each has one."""
 
     def __init__(self) -> None:
-        self._first: dict[str, str] = {}  # what the first try said, by the test's id
+        self._first: dict[str, str] = {}  # output of the first try, by the test's id
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Leave it open how a failed test ends that has a second try."""
+        """Leave the outcome of a failed test open if it gets a second try."""
         report = yield
         if report.when == "call" and report.failed and item.get_closest_marker("timed"):
             report.outcome = "open"  # type: ignore[assignment]  # plugins may have their own
         return report
 
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """Show it as it runs."""
+        """Show the open outcome during the run."""
         return ("first try", "1", "FAILED ITS FIRST TRY") if _is_open(report) else None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note whom a second try is owed; where several processes run tests, the first one does."""
+        """Record which tests get a second try; with several processes, the first one does."""
         if _is_open(report):
             self._first[report.nodeid] = report.longreprtext
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
-        """Make up for it when all tests are over."""
+        """Run the second tries after all tests."""
         result = yield
         if not hasattr(session.config, "workerinput"):
             for name in self._first:
@@ -53,7 +53,7 @@ class SecondTries:
         return result
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Tell how many there were, and why."""
+        """Report the second tries and their reasons."""
         for name, text in self._first.items():
             terminalreporter.section(f"first try of {name}", sep="_")
             terminalreporter.write_line(text)
@@ -63,7 +63,7 @@ class SecondTries:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """By which a second try knows that there is no third."""
+    """Add the option that marks a second try, so that there is no third."""
     parser.addoption(_OPTION, action="store_true", help="a timed test that fails has failed")
 
 
@@ -78,7 +78,7 @@ def _is_open(report: pytest.TestReport) -> bool:
 
 
 def _again(name: str, config: pytest.Config) -> pytest.TestReport:
-    """Run one test in a pytest of its own."""
+    """Run one test in a separate pytest."""
     settings = [] if config.inipath is None else ["-c", str(config.inipath)]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *settings]
     try:

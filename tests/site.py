@@ -1,4 +1,4 @@
-"""The site as a reader gets it: built once in a run of the tests, and read as a tree."""
+"""The site as a reader gets it: built once per test run, and parsed into a tree."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ _WITHOUT_END = {"area", "br", "col", "hr", "img", "input", "link", "meta", "path
 
 
 def build(factory: pytest.TempPathFactory) -> Path:
-    """The folder with the built site; the first process of a run that asks builds it for all."""
+    """Return the folder of the site; the first process of a run that asks builds it for all."""
     return once(factory, "site", _built)
 
 
@@ -37,7 +37,7 @@ def _built(folder: Path) -> Path:
 
 
 class _Reader(HTMLParser):
-    """Makes a tree of a page; a tag that is left open ends with the one around it."""
+    """Build a tree from a page; an unclosed tag ends with its parent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,17 +64,17 @@ class _Reader(HTMLParser):
 
 @cache
 def page(path: Path) -> ET.Element:
-    """A page as a tree."""
+    """Parse a page into a tree."""
     reader = _Reader()
     reader.feed(path.read_text(encoding="utf-8"))
     return reader.builder.close()
 
 
 def have_class(tree: ET.Element, name: str) -> list[ET.Element]:
-    """The elements of a tree that have this class."""
+    """List the elements of a tree that have this class."""
     return [each for each in tree.iter() if name in each.get("class", "").split()]
 
 
 def text_of(tree: ET.Element) -> str:
-    """What a reader sees of it, each gap as one space."""
+    """Return the text that a reader sees, with each gap as one space."""
     return " ".join("".join(tree.itertext()).split())

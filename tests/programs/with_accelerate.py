@@ -1,4 +1,4 @@
-"""Trains by accelerate, shares settings and collects texts by it."""
+"""Train with accelerate, and use it to share settings and collect strings."""
 
 import json
 import statistics
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def train(accelerator: Accelerator) -> list[float]:
-    """Fit a plane, and return the weights."""
+    """Fit a plane and return the weights."""
     set_seed(7)
     inputs = torch.randn(64, 3)
     targets = inputs @ torch.tensor([[1.0], [-2.0], [0.5]])
@@ -34,7 +34,7 @@ def train(accelerator: Accelerator) -> list[float]:
 
 
 def main() -> None:
-    """Train, then share objects many times, and tell both."""
+    """Train, then share objects many times, and write both results."""
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
     weights = train(accelerator)

@@ -1,4 +1,4 @@
-"""Saves and loads distributed checkpoints, at once and in the background."""
+"""Save and load distributed checkpoints, synchronously and in the background."""
 
 import json
 import statistics
@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 
 def main() -> None:
-    """Save and load a sharded state many times, and a model's from one rank."""
+    """Save and load a sharded state many times, and a model's state from one rank."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

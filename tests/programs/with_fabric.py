@@ -1,4 +1,4 @@
-"""Trains by Lightning Fabric, which starts its second rank itself where no launcher has."""
+"""Train with Lightning Fabric, which starts its second rank itself if no launcher has."""
 
 import json
 import statistics
@@ -11,7 +11,7 @@ from lightning_fabric import Fabric
 
 
 def train(fabric: Fabric) -> list[float]:
-    """Fit a plane, and return the weights."""
+    """Fit a plane and return the weights."""
     fabric.seed_everything(7)
     inputs = torch.randn(64, 3)
     targets = inputs @ torch.tensor([[1.0], [-2.0], [0.5]])
@@ -27,7 +27,7 @@ def train(fabric: Fabric) -> list[float]:
 
 
 def main() -> None:
-    """Train, then share objects many times, and tell both."""
+    """Train, then share objects many times, and write both results."""
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
     rank = fabric.global_rank

@@ -1,4 +1,4 @@
-"""Measures by torchmetrics, which synchronises by a function of the program's own."""
+"""Measure with torchmetrics, which synchronizes through a function of the program."""
 
 import json
 import statistics
@@ -14,14 +14,14 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 
 
 def gather(value: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    """All ranks' tensors, of whatever sizes."""
+    """Return all ranks' tensors, of any sizes."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     all_gather_object(everyone, value, group=group)
     return everyone
 
 
 def main() -> None:
-    """Measure many times, by both ways of synchronising, and tell the last values."""
+    """Measure many times, synchronizing in both ways, and write the last values."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)

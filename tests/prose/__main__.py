@@ -21,7 +21,7 @@ _CODE = re.compile(  # blocks, doctests with their output, `code`, addresses, fi
 
 
 def python_prose(source: str, *, with_strings: bool) -> str:
-    """Blot out all but comments, docstrings and, if asked, other strings of several words."""
+    """Blank out all but comments, docstrings and, if requested, other strings of several words."""
     starts = [0, *accumulate(len(line) + 1 for line in source.split("\n"))]
     text, before = list(re.sub(r"\S", "·", source)), tokenize.NEWLINE
     for token in tokenize.generate_tokens(StringIO(source).readline):
@@ -36,7 +36,7 @@ def python_prose(source: str, *, with_strings: bool) -> str:
 
 
 def faults(text: str) -> list[tuple[int, str]]:
-    """List the line of each phrase, and the phrase with what to write instead."""
+    """List the line of each phrase found, and the phrase with its replacement."""
     text = _CODE.sub(lambda code: re.sub(r"\S", "·", code[0]), text)
     text = re.sub(r"·[· ]*·", "·", text)  # most of a module is code: less to search
     found = []

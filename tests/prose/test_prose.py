@@ -1,4 +1,4 @@
-"""The linter of prose: each rule finds its bad sentence, and no rule finds a good one."""
+"""The prose linter: each rule finds its bad sentence, and no rule finds a good one."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tens of ranks on one machine, on one host or on many: what works, what it costs, who hears what.
+"""Tens of ranks on one machine, as one host or many: results, costs, and which ranks notice faults.
 
-``python -m tests.scale 16 4`` runs 16 hosts of 4 ranks, and prints what was seen.
+``python -m tests.scale 16 4`` runs 16 hosts of 4 ranks, and prints the results.
 """

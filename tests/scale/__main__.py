@@ -13,7 +13,7 @@ _TEXT_MAX = 600
 
 
 def main(hosts: int, ranks: int) -> None:
-    """Run them, and print what was seen."""
+    """Run the ranks, and print the results."""
     with tempfile.TemporaryDirectory() as folder:
         seen = run(Path(folder), hosts, ranks)
     print(f"{hosts} hosts of {ranks} ranks")
@@ -32,7 +32,7 @@ def main(hosts: int, ranks: int) -> None:
 
 
 def _show(heard: list[Heard], culprit: int) -> None:
-    """Who was told what: those whose errors are of one class, and name the culprit or do not."""
+    """Print the ranks' errors, by class and by whether they name the culprit."""
     found = Counter((each.kind, culprit in each.ranks) for each in heard)
     for (kind, is_named), count in found.most_common():
         alike = [each for each in heard if (each.kind, culprit in each.ranks) == (kind, is_named)]

@@ -1,6 +1,6 @@
 """The ranks of one host: ``python -m tests.scale.host FOLDER FIRST COUNT SIZE HOST PORT``.
 
-One process has torch imported and forks them, because 64 imports take minutes here.
+One process imports torch and forks them, because 64 imports take minutes here.
 """
 
 import os
@@ -13,11 +13,11 @@ from tests.scale.rank import run
 
 
 def main(arguments: list[str]) -> None:
-    """Fork the ranks, and end when they have ended."""
+    """Fork the ranks, and return once they have ended."""
     folder = Path(arguments[0])
     first, count, size = map(int, arguments[1:4])
     host, port = arguments[4:]
-    objcomm.barrier()  # imports all, and in a world of one waits for nobody
+    objcomm.barrier()  # imports everything, and does not wait in a world of one
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=port, WORLD_SIZE=str(size))
     children = []
     for local, rank in enumerate(range(first, first + count)):
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> None:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(count))
             try:
                 run(folder, rank, size)
-            except BaseException:  # noqa: BLE001  # the parent tells of it
+            except BaseException:  # noqa: BLE001  # the parent reports it
                 traceback.print_exc()
                 sys.stderr.flush()
                 os._exit(1)

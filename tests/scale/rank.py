@@ -1,4 +1,4 @@
-"""What one rank of ``tests.scale`` does; what it saw it leaves in a folder that all hosts share."""
+"""One rank of ``tests.scale``; it writes its results to a folder that all hosts share."""
 
 import functools
 import os
@@ -17,22 +17,22 @@ import torch.distributed as dist
 
 import objcomm
 
-#: The limit of the call in which one rank is stopped; all others have to come within it.
+#: Timeout of the call in which one rank is stopped; all others must enter it within this time.
 STOPPED_LIMIT_S = 10.0
-#: All else has this limit, and none should need it.
+#: Timeout of all other calls, which none should need.
 _LIMIT_S = 240.0
 _PAUSE_S = 0.02
 _SIZES = (10, 40_000, 1_200_000)
 
 
 class Heard(NamedTuple):
-    """What one rank heard of a fault.
+    """What one rank noticed of a fault.
 
     Attributes:
         kind: the error's class; empty if there was none.
-        ranks: those that it names.
-        text: its text.
-        seconds: from the fault, or from the call where there is no such moment.
+        ranks: the ranks that the error names.
+        text: the error's text.
+        seconds: since the fault, or since the call if there is no such moment.
     """
 
     kind: str
@@ -42,16 +42,16 @@ class Heard(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What one rank saw.
+    """The results of one rank.
 
     Attributes:
-        first_seconds: of ``init`` and the first barrier.
-        wrong: the operations that gave something wrong.
-        sockets: open ones beyond those before objcomm's first call.
-        descriptors: open files likewise.
-        threads: likewise.
-        private_nbytes: memory of its own, likewise.
-        heard: what it heard, by fault.
+        first_seconds: duration of ``init`` and the first barrier.
+        wrong: the operations that returned a wrong result.
+        sockets: number opened since objcomm's first call.
+        descriptors: the same for open files.
+        threads: the same for threads.
+        private_nbytes: the same for its private memory.
+        heard: what it noticed of each fault.
     """
 
     first_seconds: float
@@ -64,17 +64,17 @@ class Seen(NamedTuple):
 
 
 def faulty(size: int) -> dict[str, int]:
-    """Which rank is at fault in each of the faults."""
+    """Return which rank is at fault in each fault."""
     return {"other call": 37 % size, "stopped": (size // 2) + 1, "killed": size - 3}
 
 
 def join(left: bytes, right: bytes) -> bytes:
-    """An operator that is associative, and not commutative."""
+    """Concatenate: an operator that is associative but not commutative."""
     return left + right
 
 
 def wrong_operations(rank: int, size: int) -> list[str]:
-    """Every operation with little and with much; the names of those that gave anything else."""
+    """Run every operation with little and with much data; list those with a wrong result."""
     found: dict[str, bool] = {}
     roots = sorted({0, 1, 37 % size, size - 1})
     letter = bytes([rank % 251])
@@ -117,7 +117,7 @@ def wrong_operations(rank: int, size: int) -> list[str]:
 
 
 def heard_in(call: Callable[[], object], since: Callable[[], float]) -> Heard:
-    """What a call raises, and how long after a moment that is known afterwards."""
+    """Return what a call raises, and how long after a moment that is known only afterwards."""
     try:
         call()
     except objcomm.ObjcommError as error:
@@ -130,55 +130,55 @@ def heard_in(call: Callable[[], object], since: Callable[[], float]) -> Heard:
 
 
 def open_files() -> tuple[int, int]:
-    """How many sockets this process has open, and how many files of all kinds."""
+    """Count this process's open sockets, and its open files of all kinds."""
     names = []
     for each in Path("/proc/self/fd").iterdir():
         try:
             names.append(str(each.readlink()))
-        except OSError:  # the one by which the folder is read
+        except OSError:  # the descriptor of this listing
             continue
     return sum(name.startswith("socket:") for name in names), len(names)
 
 
 def threads() -> int:
-    """How many threads this process has."""
+    """Count this process's threads."""
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
 def private_nbytes() -> int:
-    """How much memory only this process has."""
+    """Return the bytes of memory that only this process has."""
     lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     return sum(int(each.split()[1]) << 10 for each in lines if each.startswith("Private_Dirty"))
 
 
 class _Place:
-    """Where ranks leave word for each other beside objcomm, which one of them breaks."""
+    """A channel between ranks besides objcomm, which a fault of one of them breaks."""
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self.folder, self.rank, self.size = folder, rank, size
 
     def come(self, point: str, but: int = -1) -> None:
-        """Wait until all ranks have come here, but for one."""
+        """Wait until all ranks but one have got here."""
         (self.folder / f"{point}.{self.rank}").touch()
         wanted = self.size - (but >= 0)
         while sum(1 for _ in self.folder.glob(f"{point}.*")) < wanted:
             time.sleep(_PAUSE_S)
 
     def tell(self, name: str) -> None:
-        """Leave the time as it is now."""
+        """Write the current time."""
         partial = self.folder / f"partial {name}"
         partial.write_text(repr(time.monotonic()), encoding="ascii")
         partial.replace(self.folder / name)
 
     def told(self, name: str) -> float:
-        """The time that was left, once it was."""
+        """Wait for the time to be written, and return it."""
         while not (self.folder / name).exists():
             time.sleep(_PAUSE_S)
         return float((self.folder / name).read_text(encoding="ascii"))
 
 
 def faults(place: _Place) -> dict[str, Heard]:
-    """Have each kind of fault; what this rank hears of it."""
+    """Cause each fault; return what this rank noticed of each."""
     at_fault, heard = faulty(place.size), {}
     is_it = {name: place.rank == rank for name, rank in at_fault.items()}
     began = time.monotonic()
@@ -189,14 +189,14 @@ def faults(place: _Place) -> dict[str, Heard]:
         objcomm.barrier(timeout=_LIMIT_S)
 
     heard["other call"] = heard_in(call, lambda: began)
-    objcomm.barrier(timeout=_LIMIT_S)  # all ranks outlive it
+    objcomm.barrier(timeout=_LIMIT_S)  # all ranks survive it
 
     group = objcomm.dup(timeout=_LIMIT_S)
     objcomm.barrier(group=group)
     place.come("stopping")
     began = time.monotonic()
     if is_it["stopped"]:
-        # Goes on when all others have heard.
+        # It resumes once all others have noticed.
         wait = f'while [ "$(ls "{place.folder}" | grep -c "^stopped.")" -lt {place.size - 1} ]'
         script = f"{wait}; do sleep .1; done; kill -CONT {os.getpid()}"
         goes_on = subprocess.Popen(["/bin/sh", "-c", script])
@@ -206,7 +206,7 @@ def faults(place: _Place) -> dict[str, Heard]:
     in_it = functools.partial(objcomm.barrier, group=group, timeout=limit)
     heard["stopped"] = heard_in(in_it, lambda: began)
     place.come("stopped")
-    objcomm.barrier(timeout=_LIMIT_S)  # another group is not concerned
+    objcomm.barrier(timeout=_LIMIT_S)  # another group is not affected
 
     if is_it["killed"]:
         place.come("killing")
@@ -219,7 +219,7 @@ def faults(place: _Place) -> dict[str, Heard]:
 
 
 def _store(host: str, port: int, *, is_host: bool) -> dist.TCPStore:
-    """Torch's own looks up the name of each client, which here now and then takes 5 s."""
+    """Create a store that looks up no client's name: torch's default does, and may take 5 s."""
     if not is_host:
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
     with socket.create_server((host, port)) as listening:
@@ -230,7 +230,7 @@ def _store(host: str, port: int, *, is_host: bool) -> dist.TCPStore:
 
 
 def run(folder: Path, rank: int, size: int) -> None:
-    """All that one rank does."""
+    """Run one rank from start to end."""
     torch.set_num_threads(1)
     store = _store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_host=rank == 0)
     limit = timedelta(seconds=_LIMIT_S)

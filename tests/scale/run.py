@@ -1,4 +1,4 @@
-"""Runs ``tests.scale.host`` on so many hosts, and tells what its ranks saw."""
+"""Run ``tests.scale.host`` on a number of hosts, and return its ranks' results."""
 
 import contextlib
 import os
@@ -15,20 +15,20 @@ from tests.scale.rank import Seen, faulty
 _MBIT = 200.0
 _LIMIT_S = 560.0
 _PAUSE_S = 0.1
-_LOG_MAX = 3000  # of each host; a fault often strikes all of its ranks
+_LOG_MAX = 3000  # per host; a fault often affects all of its ranks
 
 
 class FailedError(Exception):
-    """Some ranks did not do all that they should have."""
+    """Some ranks did not complete their work."""
 
 
 def run(folder: Path, hosts: int, ranks: int) -> dict[int, Seen]:
-    """What each rank saw, but for the one that was killed.
+    """Return each rank's results, except those of the killed rank.
 
     Args:
-        folder: new and empty.
-        hosts: how many; of several, each has a network card of limited rate.
-        ranks: of each host.
+        folder: a new, empty folder.
+        hosts: number of hosts; if several, each has a network card with a limited rate.
+        ranks: number of ranks per host.
 
     Raises:
         FailedError: a rank failed, or did not end.

@@ -1,4 +1,4 @@
-"""24 ranks on six hosts: every operation is right, and a fault is told to all."""
+"""24 ranks on six hosts: every operation is right, and all ranks notice a fault."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def _run(folder: Path) -> dict[int, Seen]:
 
 @pytest.fixture
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Seen]:
-    """What each rank saw."""
+    """Return each rank's results."""
     return once(tmp_path_factory, "scale", _run)
 
 

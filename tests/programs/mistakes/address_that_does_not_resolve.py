@@ -1,4 +1,4 @@
-"""MASTER_ADDR has a typing error.
+"""MASTER_ADDR has a typo.
 
 ranks: 2, by hand
 all: StartError

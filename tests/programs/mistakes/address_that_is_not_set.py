@@ -1,4 +1,4 @@
-"""RANK and WORLD_SIZE were exported by hand, and nothing says where the ranks meet.
+"""RANK and WORLD_SIZE were exported by hand, without an address where the ranks meet.
 
 ranks: 2, by hand
 all: UsageError

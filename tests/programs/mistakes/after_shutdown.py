@@ -1,4 +1,4 @@
-"""Rank 0 writes a last report when the group is gone.
+"""Rank 0 writes a last report after the shutdown.
 
 ranks: 2
 all: UsageError

@@ -1,4 +1,4 @@
-"""torch's name of a function that fills a list.
+"""The name of torch's function, which fills a list.
 
 ranks: 2
 all: AttributeError

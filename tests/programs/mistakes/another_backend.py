@@ -1,4 +1,4 @@
-"""A library has initialised torch.distributed, and the program asks for another backend.
+"""A library has initialized torch.distributed, and the program asks for another backend.
 
 ranks: 2
 all: UsageError

@@ -1,4 +1,4 @@
-"""torch's operator is called AVG, and here it is ``"mean"``.
+"""torch's operator AVG is ``"mean"`` here.
 
 ranks: 2
 all: UsageError

@@ -1,4 +1,4 @@
-"""Ranks were started, and the program does not call ``init``.
+"""The ranks were started by a launcher, but the program does not call ``init``.
 
 ranks: 2
 all: UsageError

@@ -1,4 +1,4 @@
-"""Each rank waits for the other one's message before it sends its own.
+"""Each rank waits for the other's message before it sends its own.
 
 ranks: 2
 all: DesyncError

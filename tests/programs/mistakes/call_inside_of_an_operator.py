@@ -1,4 +1,4 @@
-"""The operator of a reduction communicates itself.
+"""The operator of a reduction itself communicates.
 
 ranks: 2
 all: CollectiveError
@@ -11,7 +11,7 @@ import objcomm
 
 
 def add(total: int, mine: int) -> int:
-    """Add, and keep in step."""
+    """Add the values, and synchronize the ranks."""
     objcomm.barrier()  # @barrier
     return total + mine
 

@@ -1,4 +1,4 @@
-"""The function is called here, and its result is launched.
+"""The program calls the function and passes its result to ``launch``.
 
 ranks: 1, by hand
 all: UsageError
@@ -11,7 +11,7 @@ import objcomm
 
 
 def train() -> None:
-    """Stand for a program."""
+    """A program's main function."""
 
 
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

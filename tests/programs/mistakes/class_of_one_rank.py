@@ -1,4 +1,4 @@
-"""Rank 0 has a module that is not installed where rank 1 runs.
+"""Rank 0 sends an object whose module is not installed where rank 1 runs.
 
 ranks: 2
 0: exit 0

@@ -1,4 +1,4 @@
-"""Only plain data is allowed, and a path is sent.
+"""Only plain data is allowed, but a path is sent.
 
 ranks: 2
 0: any

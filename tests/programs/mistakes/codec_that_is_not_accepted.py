@@ -1,4 +1,4 @@
-"""Rank 0 accepts msgpack alone, and rank 1 still sends pickles.
+"""Rank 0 accepts only msgpack, but rank 1 still sends pickles.
 
 ranks: 2
 0: DecodeError

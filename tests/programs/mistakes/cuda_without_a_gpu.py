@@ -1,4 +1,4 @@
-"""Received tensors are to be on a GPU, and there is none.
+"""Received tensors should go to a GPU, but there is none.
 
 ranks: 2
 0: exit 0

@@ -1,4 +1,4 @@
-"""mpi4py calls it ``dest``.
+"""mpi4py calls the argument ``dest``.
 
 ranks: 2
 all: any

@@ -1,4 +1,4 @@
-"""Rank 1 raises between two calls, and rank 0 waits in the next one.
+"""Rank 1 raises between two calls, while rank 0 waits in the next one.
 
 ranks: 2
 0: TransportError

@@ -1,4 +1,4 @@
-"""Ranks differ; one traceback shows the program's line, and folds the library's.
+"""Ranks make different calls; the traceback shows the program's line and folds the library's.
 
 ranks: 2
 all: DesyncError

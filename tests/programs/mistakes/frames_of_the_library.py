@@ -1,4 +1,4 @@
-"""A wrong argument; the traceback shows the program's own lines, and folds the library's.
+"""An argument is wrong; the traceback shows the program's own lines and folds the library's.
 
 ranks: 2
 all: UsageError
@@ -12,7 +12,7 @@ import objcomm
 
 
 def main() -> None:
-    """Call what can't be right."""
+    """Pass a rank that does not exist."""
     objcomm.broadcast("config", src=7)  # @broadcast
 
 

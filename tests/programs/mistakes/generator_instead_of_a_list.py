@@ -1,4 +1,4 @@
-"""A generator is gathered, where its items were meant.
+"""A generator is gathered instead of its items.
 
 ranks: 2
 all: CollectiveError

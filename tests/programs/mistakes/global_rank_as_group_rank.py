@@ -1,4 +1,4 @@
-"""The ranks within a group of two are 0 and 1; 2 is the global rank.
+"""The group ranks of a group of two are 0 and 1; 2 is a global rank.
 
 ranks: 3
 1-2: UsageError

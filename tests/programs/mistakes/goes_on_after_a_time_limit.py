@@ -1,4 +1,4 @@
-"""Rank 0 catches the time limit and goes on with the group that it has broken.
+"""Rank 0 catches a timeout and keeps using the group, which the timeout has broken.
 
 ranks: 2
 0: BrokenGroupError

@@ -1,4 +1,4 @@
-"""Rank 0's broadcast waits for nobody; when the others' call shows that it differs it is long over.
+"""Rank 0's broadcast waits for no rank, and is over when the others' call reveals the mismatch.
 
 ranks: 3
 all: DesyncError

@@ -1,4 +1,4 @@
-"""Rank 1 is in an extension that keeps the interpreter's lock, so its other threads can't answer.
+"""Rank 1 is in an extension that holds the GIL, so its other threads can't answer.
 
 ranks: 2
 0: TransportTimeout

@@ -1,4 +1,4 @@
-"""Somebody interrupts rank 1 alone, while it waits.
+"""A user interrupts only rank 1 while it waits.
 
 ranks: 2
 0: TransportError

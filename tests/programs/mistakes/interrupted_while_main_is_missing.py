@@ -1,4 +1,4 @@
-"""Rank 0, which has the store, never came, and the user gives up.
+"""Rank 0, which hosts the store, never starts, and the user gives up.
 
 ranks: 2, by hand
 0: exit 1

@@ -1,4 +1,4 @@
-"""The kernel kills rank 2 for want of memory; all others wait for it.
+"""The kernel kills rank 2 when memory runs out, while all others wait for it.
 
 ranks: 3
 0-1: TransportError

@@ -1,4 +1,4 @@
-"""A function is sent by the codec for plain data.
+"""A function is sent with the codec for plain data.
 
 ranks: 2
 all: CollectiveError

@@ -1,4 +1,4 @@
-"""The threads' lanes are named by the ranks, so no two calls belong together.
+"""The lanes are named after the ranks, so no two calls match.
 
 ranks: 2
 all: any
@@ -13,7 +13,7 @@ import objcomm
 
 
 def evaluate() -> None:
-    """Gather on a lane of its own."""
+    """Gather on a separate lane."""
     with objcomm.lane(f"eval {objcomm.rank()}"):
         objcomm.all_gather("evaluated", timeout=3)  # @gather
 

@@ -1,4 +1,4 @@
-"""Rank 1 has a limit for messages, which what rank 0 sends exceeds.
+"""Rank 0 sends a message larger than rank 1's limit.
 
 ranks: 2
 0: CollectiveError

@@ -1,4 +1,4 @@
-"""One of the ranks that a script launches raises.
+"""One of the ranks that a script launches raises an exception.
 
 ranks: 1, by hand
 all: LaunchError
@@ -18,7 +18,7 @@ import objcomm
 
 
 def train() -> None:
-    """Fail on one rank, while the other one waits for it."""
+    """Fail on one rank while the other waits for it."""
     if objcomm.rank() == 1:
         time.sleep(1)
         raise ValueError("the loss is nan")  # @raise

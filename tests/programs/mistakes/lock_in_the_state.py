@@ -1,4 +1,4 @@
-"""The state of rank 1 has a lock in it, which no codec can send.
+"""The state of rank 1 contains a lock, which no codec can encode.
 
 ranks: 2
 all: CollectiveError

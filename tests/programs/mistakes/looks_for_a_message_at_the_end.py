@@ -1,4 +1,4 @@
-"""A server looks for requests once more when its own group is gone.
+"""A server probes for requests again after its own group has shut down.
 
 ranks: 2
 all: UsageError

@@ -1,4 +1,4 @@
-"""A server looks for requests of a rank that has shut down.
+"""A server probes for requests from a rank that has shut down.
 
 ranks: 2
 0: any

@@ -1,4 +1,4 @@
-"""What rank 0 computes for all ranks fails there.
+"""A function that rank 0 runs for all ranks fails there.
 
 ranks: 2
 all: CollectiveError
@@ -12,7 +12,7 @@ import objcomm
 
 
 def read_config() -> str:
-    """Read what is not there."""
+    """Read a file that does not exist."""
     return pathlib.Path("/no/such/config.json").read_text()  # @read
 
 

@@ -1,4 +1,4 @@
-"""Rank 0, which has the store, has failed before ``init``.
+"""Rank 0, which hosts the store, has failed before ``init``.
 
 ranks: 3, by hand
 0: exit 1

@@ -1,4 +1,4 @@
-"""The metrics are named by their classes' numbers.
+"""The metrics are named by class numbers instead of strings.
 
 ranks: 2
 all: CollectiveError

@@ -1,4 +1,4 @@
-"""There is no such codec.
+"""The codec's name is misspelled.
 
 ranks: 2
 all: UsageError

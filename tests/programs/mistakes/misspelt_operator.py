@@ -1,4 +1,4 @@
-"""There is no such operator.
+"""The operator's name is misspelled.
 
 ranks: 2
 all: UsageError

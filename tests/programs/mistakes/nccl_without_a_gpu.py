@@ -1,4 +1,4 @@
-"""The backend is for GPUs, and there is none.
+"""The backend needs a GPU, but there is none.
 
 ranks: 2
 all: any

@@ -1,4 +1,4 @@
-"""A limit is computed from a deadline that has passed.
+"""A timeout is computed from a deadline that has passed.
 
 ranks: 2
 all: UsageError

@@ -1,4 +1,4 @@
-"""Rank 0 is outside of the group and has None in its place, which means every rank.
+"""Rank 0 is not in the group and passes None, which means every rank.
 
 ranks: 3
 0: any

@@ -1,4 +1,4 @@
-"""The ranks have unequal numbers of batches, and rank 1's program ends.
+"""The ranks have different numbers of batches, and rank 1's program ends first.
 
 ranks: 2
 0: any

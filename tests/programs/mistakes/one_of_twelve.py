@@ -1,4 +1,4 @@
-"""One rank of twelve takes the other branch.
+"""One rank of twelve takes another branch.
 
 ranks: 12
 all: DesyncError

@@ -1,4 +1,4 @@
-"""Rank 1 counts itself twice.
+"""Rank 1 passes one object too many.
 
 ranks: 2
 all: CollectiveError

@@ -1,4 +1,4 @@
-"""Only rank 0 has its call in ``fail_together``.
+"""Only rank 0 makes its call inside ``fail_together``.
 
 ranks: 2
 all: DesyncError

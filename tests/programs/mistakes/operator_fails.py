@@ -1,4 +1,4 @@
-"""The operator of a reduction divides by what one rank gave.
+"""The operator of a reduction divides by the value of one rank.
 
 ranks: 2
 all: CollectiveError

@@ -1,4 +1,4 @@
-"""Rank 1's process ends at once, as some libraries end it.
+"""Rank 1's process exits immediately, as some libraries make it do.
 
 ranks: 2
 0: TransportError

@@ -1,4 +1,4 @@
-"""Rank 1 has skipped an epoch, which the names of the barriers show.
+"""Rank 1 has skipped an epoch, as the names of the barriers show.
 
 ranks: 2
 all: DesyncError

@@ -1,4 +1,4 @@
-"""Rank 1 makes the same two calls in the other order.
+"""Rank 1 makes the same two calls in another order.
 
 ranks: 2
 all: DesyncError

@@ -1,4 +1,4 @@
-"""The message has a tag, and its receiver names none, which means tag 0.
+"""The message has a tag, but the receiver passes none, which means tag 0.
 
 ranks: 2
 1: DesyncError

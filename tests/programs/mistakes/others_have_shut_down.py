@@ -1,4 +1,4 @@
-"""Only rank 0 gathers; the others are through and leave.
+"""Only rank 0 gathers; the others have finished and shut down.
 
 ranks: 4
 0: any

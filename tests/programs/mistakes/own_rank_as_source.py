@@ -1,4 +1,4 @@
-"""Each rank passes its own rank as ``src``, so each is a source and waits for nobody.
+"""Each rank passes its own rank as ``src``, so each is a source and waits for no rank.
 
 ranks: 2
 all: DesyncError

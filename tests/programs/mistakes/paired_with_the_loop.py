@@ -1,4 +1,4 @@
-"""Rank 0 has one batch more, and its last step meets what rank 1 calls after the loop.
+"""Rank 0 has one more batch, so its last step is paired with rank 1's call after the loop.
 
 ranks: 2
 all: any

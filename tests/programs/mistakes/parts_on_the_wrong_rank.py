@@ -1,4 +1,4 @@
-"""The parts are on rank 0, and ``src`` is 1.
+"""Rank 0 has the parts, but ``src`` is 1.
 
 ranks: 2
 all: CollectiveError

@@ -1,4 +1,4 @@
-"""A function was imported by name before ``patch()`` came, and is replaced there, too.
+"""A function that was imported by name before ``patch()`` is replaced there, too.
 
 ranks: 2
 all: exit 0

@@ -1,4 +1,4 @@
-"""Another program has the port at which the ranks are to meet.
+"""Another program uses the port on which the ranks should meet.
 
 ranks: 1, by hand
 0: StartError

@@ -1,4 +1,4 @@
-"""Rank 2 has failed before ``init``; after 10 s a log says whom all wait for, and then all raise.
+"""Rank 2 fails before ``init``; after 10 s a log names it, and then all ranks raise.
 
 ranks: 3
 0: StartError

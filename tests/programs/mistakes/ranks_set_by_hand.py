@@ -1,4 +1,4 @@
-"""RANK and WORLD_SIZE were exported by hand, and the program does not call ``init``.
+"""RANK and WORLD_SIZE were exported by hand, but the program does not call ``init``.
 
 ranks: 1, by hand
 all: UsageError

@@ -1,4 +1,4 @@
-"""Every rank receives from rank 0, and so does rank 0.
+"""Every rank receives from rank 0, even rank 0 itself.
 
 ranks: 2
 0: any

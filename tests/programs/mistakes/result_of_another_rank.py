@@ -1,4 +1,4 @@
-"""``gather`` gives its list to rank 0 only; the others get None.
+"""``gather`` returns its list on rank 0 only, and None on the others.
 
 ranks: 2
 0: TransportError

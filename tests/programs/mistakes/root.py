@@ -1,4 +1,4 @@
-"""mpi4py calls it ``root``.
+"""mpi4py calls the argument ``root``.
 
 ranks: 2
 all: any

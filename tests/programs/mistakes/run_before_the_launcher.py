@@ -1,4 +1,4 @@
-"""``objcomm.run`` is given the launcher, and the launcher should be given ``objcomm.run``.
+"""The launcher is passed to ``objcomm.run`` instead of the other way round.
 
 ranks: 1, by hand
 all: any

@@ -1,4 +1,4 @@
-"""The last batch of rank 1 is shorter, and the tensors are summed.
+"""Tensors are summed, but the last batch of rank 1 is shorter.
 
 ranks: 2
 all: CollectiveError

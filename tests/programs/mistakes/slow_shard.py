@@ -1,4 +1,4 @@
-"""Rank 2 loads for longer than the limit of the others.
+"""Rank 2 loads for longer than the others' timeout.
 
 ranks: 3
 0-1: TransportTimeout
@@ -18,7 +18,7 @@ import objcomm
 
 
 def load_shard() -> str:
-    """Decompress, for instance."""
+    """Decompress a file, for example."""
     time.sleep(3)  # @loading
     return "shard"
 

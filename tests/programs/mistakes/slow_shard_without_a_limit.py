@@ -1,4 +1,4 @@
-"""Rank 1 loads for so long that rank 0 logs it; both go on.
+"""Rank 1 loads for so long that rank 0 logs it; both continue.
 
 ranks: 2
 0: exit 0
@@ -15,7 +15,7 @@ import objcomm
 
 
 def load_shard() -> str:
-    """Decompress, for instance."""
+    """Decompress a file, for example."""
     time.sleep(3)  # @loading
     return "shard"
 

@@ -1,4 +1,4 @@
-"""The last rank is meant, as in a list.
+"""-1 is passed for the last rank, as for the last index of a list.
 
 ranks: 2
 all: UsageError

@@ -1,4 +1,4 @@
-"""Without ``src`` it would be the group's first rank; here it is rank 0, which is not in the group.
+"""``src`` defaults to the group's first rank; here it is rank 0, which is not in the group.
 
 ranks: 3
 1-2: UsageError

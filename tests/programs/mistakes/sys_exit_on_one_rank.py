@@ -1,4 +1,4 @@
-"""Rank 1 finds nothing to do, and exits.
+"""Rank 1 finds nothing to do and exits.
 
 ranks: 2
 0: TransportError

@@ -1,4 +1,4 @@
-"""Only rank 0 gathers; rank 1 is through and leaves.
+"""Only rank 0 gathers; rank 1 has finished and shut down.
 
 ranks: 2
 0: any

@@ -1,4 +1,4 @@
-"""A thread communicates beside the main thread, and names no lane.
+"""A thread communicates at the same time as the main thread, without a lane.
 
 ranks: 2
 all: exit 0

@@ -1,4 +1,4 @@
-"""The list of parts is for two ranks, and there are three.
+"""The list has parts for two ranks, but there are three.
 
 ranks: 3
 all: CollectiveError

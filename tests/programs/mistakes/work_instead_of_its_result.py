@@ -1,4 +1,4 @@
-"""An asynchronous call's work is used as if it were the list.
+"""The work of an asynchronous call is used as if it were the list.
 
 ranks: 2
 all: TypeError

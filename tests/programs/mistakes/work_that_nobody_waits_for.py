@@ -1,4 +1,4 @@
-"""The result of an asynchronous call is never asked for.
+"""The program never waits for the result of an asynchronous call.
 
 ranks: 2
 all: any

@@ -1,4 +1,4 @@
-"""WORLD_SIZE was exported by hand, and nothing says which rank this is.
+"""WORLD_SIZE was exported by hand, without a rank.
 
 ranks: 1, by hand
 all: UsageError
