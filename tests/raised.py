@@ -31,7 +31,7 @@ def template(node: ast.expr) -> str:
 
 
 def texts(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """Yield each text that a module's errors will show, after the name of the class that takes it."""
+    """Yield each text that an error will show, after the name of the class that takes it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func).rpartition(".")[2]

@@ -10,7 +10,7 @@ _COLUMNS = (
     "seconds    turns  raised  groups  MiB of each rank            blocks  threads  fds  keys    µs"
 )
 
-# The first figures are from before the first operation, the next from a half-warm allocator.
+# The first figures precede the first operation, and in the next the allocator is still warming up.
 _WARM_UP = 2
 _CHECKPOINT_SECONDS = 60.0
 
@@ -18,7 +18,7 @@ _BROADCASTS_PER_SECOND = 300  # on a slow machine
 
 
 def main(arguments: list[str]) -> int:
-    """Run one of the two forms and give its exit status: 1 where anything failed or grew."""
+    """Run one of the two forms and return its exit status: 1 if anything failed or grew."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--checkpoint", type=float, default=_CHECKPOINT_SECONDS, help="seconds")
@@ -52,7 +52,7 @@ def _judge(outcome: launch.Outcome) -> int:
 
 
 class _Table:
-    """Prints a line as soon as every rank has written its figures."""
+    """Print a line as soon as every rank has written its figures."""
 
     def __init__(self) -> None:
         self._shown = 0

@@ -1,4 +1,4 @@
-"""Very many small broadcasts, one after the other, on one rank."""
+"""Many small broadcasts, one after the other, on one rank."""
 
 import statistics
 import time
@@ -13,11 +13,11 @@ WINDOWS = 10
 
 
 def broadcasts(*, count: int, port: int, record: str) -> None:
-    """The order that each worker gets; figures are taken after each tenth.
+    """Broadcast on each worker, and record figures after each tenth.
 
     Args:
-        count: how many.
-        port: of the store.
+        count: number of broadcasts.
+        port: the port of the store.
         record: the folder for the figures.
     """
     measure.steady_allocator()

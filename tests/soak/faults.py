@@ -1,4 +1,4 @@
-"""What can be made to go wrong in a turn, and what then each rank must get."""
+"""The faults that a turn can have, and the result that each rank must get."""
 
 import random
 from collections.abc import Callable
@@ -13,12 +13,12 @@ _FROM_ONE = (Pattern.ONE_TO_ALL, Pattern.ONE_TO_EACH)
 
 
 def with_fault(turn: Turn, fault: str, chance: random.Random) -> Turn:
-    """The same turn with a fault, at ranks where it will show."""
+    """Return the same turn with a fault, on ranks where it will show."""
     pattern = OPERATIONS[turn.operation].pattern
     culprit = turn.root if pattern in _FROM_ONE else chance.randrange(turn.size)
     victim = -1
     if fault in {"raising operator", "undecodable"} and pattern not in _FROM_ONE:
-        # The first rank's operand is nobody's right one, and nothing of its own travels.
+        # The first rank's operand is never on the right, and its own is not sent.
         culprit = chance.randrange(1, turn.size)
         victim = 0 if pattern is Pattern.THROUGH_FIRST else chance.randrange(culprit)
         if pattern is Pattern.ALL_TO_ONE and fault == "undecodable":
@@ -31,7 +31,7 @@ def with_fault(turn: Turn, fault: str, chance: random.Random) -> Turn:
 
 
 def expected(turn: Turn, rank: int) -> Expected:
-    """What a rank must get."""
+    """Return the expected result of a rank."""
     operation = OPERATIONS[turn.operation]
     if turn.fault == "no such rank":
         return Expected(error=UsageError, text=f"={turn.size} is not in this group")
@@ -69,18 +69,18 @@ def _first(_turn: Turn) -> int:
 
 
 def _combining_rank(turn: Turn) -> int:
-    """Who combines the culprit's operand with those of lower ranks."""
+    """Return the rank that combines the culprit's operand with those of lower ranks."""
     operands = [[(rank, turn.object_of(rank))] for rank in range(turn.size)]
     sizes = [
         objcomm.to_tensor(operand, codec=codec).numel()
         for operand, codec in zip(operands, turn.codecs, strict=True)
     ]
-    if max(sizes) <= WINDOW_NBYTES:  # all come with their first messages: one rank folds them
+    if max(sizes) <= WINDOW_NBYTES:  # all fit into first messages: one rank folds them
         return turn.root if turn.operation == "reduce" else 0
     return turn.culprit - (turn.culprit & -turn.culprit)  # the parent in a binomial tree
 
 
-#: Whom the error blames, and what it says. Two further faults are no CollectiveError's.
+#: The rank that the error blames, and its text. Two more faults raise no CollectiveError.
 FAULTS: dict[str, tuple[Callable[[Turn], int], str]] = {
     "unencodable": (_culprit, "lock"),
     "wrong length": (_root, "one object for each"),

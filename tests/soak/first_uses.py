@@ -1,4 +1,4 @@
-"""Groups whose first uses overlap: each thread waits for a mesh that the others make elsewhere."""
+"""Groups whose first uses overlap: a thread waits for a mesh that others create elsewhere."""
 
 import functools
 import threading
@@ -11,17 +11,17 @@ from tests.group.helpers import in_thread
 from tests.soak.run import join
 from tests.workers import here
 
-# Long enough for the first thread to be inside of the mesh's construction.
+# Long enough for the first thread to be constructing the mesh.
 _HEAD_START_SECONDS = 0.02
 
 
 def first_uses(*, count: int, port: int, record: str) -> None:
-    """The order that each worker gets: two threads use two new groups, in no common order.
+    """On each worker, use two new groups from two threads, in an order that differs between ranks.
 
     Args:
-        count: how often.
-        port: of the store.
-        record: not used; no figures are taken.
+        count: number of repetitions.
+        port: the port of the store.
+        record: unused; no figures are recorded.
     """
     del record
     join(port)

@@ -1,4 +1,4 @@
-"""Starts the ranks of a soak from one process, and judges the figures that they wrote down."""
+"""Start the ranks of a soak from one process, and judge the figures that they recorded."""
 
 import json
 import tempfile
@@ -12,19 +12,19 @@ from tests.soak import measure
 from tests.soak.measure import MEBIBYTE, Figures
 from tests.workers import Order, Pool, Report
 
-# For starting the ranks, one round that had begun, and settling.
+# For starting the ranks, completing a round, and settling.
 _SPARE_SECONDS = 60.0
 
-#: What is judged, by the name of the figure.
+#: The criteria, by the name of the figure.
 JUDGED = ("resident_nbytes", "blocks", "threads", "descriptors", "keys")
 
 
 class Outcome(NamedTuple):
-    """What a run gave.
+    """The result of a run.
 
     Attributes:
         failures: reports of ranks that did not pass.
-        figures: of each rank, in the order of time.
+        figures: per rank, in order of time.
     """
 
     failures: list[Report]
@@ -40,14 +40,14 @@ def run_on_ranks(
     watch: Callable[[list[list[Figures]]], None] = lambda _: None,
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Call a function of this package on every rank; the store lives in this process.
+    """Call a function of this package on every rank; this process hosts the store.
 
     Args:
-        world_size: how many ranks.
-        function: what to call, as ``module.function`` of this package; besides its own arguments
-            it gets ``port``, the store's, and ``record``, the folder for its figures.
-        arguments: its own.
-        seconds: how long it should take; it is given some to spare.
+        world_size: number of ranks.
+        function: what to call, as ``module.function`` of this package; besides its own arguments it
+            gets ``port``, the store's port, and ``record``, the folder for its figures.
+        arguments: the function's own arguments.
+        seconds: its expected duration; the deadline is later.
         watch: called with the figures so far, about every second.
         environment: variables to set for the ranks.
     """
@@ -67,15 +67,15 @@ def run_on_ranks(
 
 
 def figures_in(folder: Path) -> Iterator[list[Figures]]:
-    """What each rank has written so far."""
+    """Yield the figures that each rank has written so far."""
     for record in sorted(folder.glob("rank*.jsonl")):
-        # The last line may be half written.
+        # The last line may be incomplete.
         whole = record.read_text().rpartition("\n")[0]
         yield [Figures(**json.loads(line)) for line in whole.splitlines()]
 
 
 class _watching:  # noqa: N801  # used as a function, like contextlib's
-    """Let a thread look at the figures as they come."""
+    """Let a thread watch the figures as they are written."""
 
     def __init__(self, folder: str, watch: Callable[[list[list[Figures]]], None]) -> None:
         self._folder = Path(folder)
@@ -97,12 +97,12 @@ class _watching:  # noqa: N801  # used as a function, like contextlib's
 
 
 def complaints(name: str, figures: list[list[Figures]], warm_up: int) -> list[str]:
-    """What grew on any rank.
+    """List what grew on any rank.
 
     Args:
         name: one of ``JUDGED``.
-        figures: of each rank.
-        warm_up: how many of each rank's first figures do not count.
+        figures: per rank.
+        warm_up: number of each rank's first figures to ignore.
     """
     found = []
     for rank, of_rank in enumerate(figures):
@@ -119,12 +119,12 @@ def complaints(name: str, figures: list[list[Figures]], warm_up: int) -> list[st
 
 
 #: How much the medians of the first and the last third may differ, by the number of groups that
-#: were made and destroyed. Keys may not differ at all; of connections to the store as many are kept
-#: as threads have needed at once.
+#: were created and destroyed. Keys may not differ at all; the store has as many connections as
+#: threads have needed at the same time.
 _LIMITS: dict[str, Callable[[int], int]] = {
     "resident_nbytes": lambda _: 4 * MEBIBYTE,
-    # torch 2.13 itself keeps 2.2 objects for each group that it made and destroyed.
+    # torch 2.13 itself keeps 2.2 objects for each group that it created and destroyed.
     "blocks": lambda groups: 500 + 3 * groups,
-    "threads": lambda _: 1,  # none in 72 looks beside four busy loops, once no idle one lingers
+    "threads": lambda _: 1,  # 0 in 72 samples beside four busy loops, without idle threads
     "descriptors": lambda _: 2,
 }

@@ -1,4 +1,4 @@
-"""What one process holds, and whether it grew."""
+"""The resources that one process holds, and whether they grew."""
 
 import contextlib
 import ctypes
@@ -19,7 +19,7 @@ from objcomm._world import store_of
 
 MEBIBYTE = 1 << 20
 
-# A closed connection's descriptors and a thread's end show after a moment.
+# A closed connection's descriptors and an ended thread take a moment to disappear.
 _SETTLED_SECONDS = 0.3
 _SETTLE_MAX_SECONDS = 10.0
 
@@ -27,19 +27,19 @@ _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # glibc, <malloc.h>
 
 
 class Figures(NamedTuple):
-    """One process at one moment, when nothing is under way.
+    """One process at one moment, when no operation is in progress.
 
     Attributes:
         seconds: since the start.
-        turns: operations that this rank has done.
-        errors: how many of them had to raise on this rank.
-        groups: subgroups made and destroyed so far, by any rank.
-        resident_nbytes: physical memory, after free memory was given back.
-        blocks: objects that Python's allocator holds; unlike memory, no matter of chance.
-        threads: of the whole process, those of torch included.
+        turns: operations that this rank has completed.
+        errors: how many of them raised on this rank, as expected.
+        groups: subgroups created and destroyed so far, by any rank.
+        resident_nbytes: physical memory, after free memory was returned.
+        blocks: objects in Python's allocator; unlike memory, a deterministic number.
+        threads: of the whole process, including torch's.
         descriptors: open files and sockets.
-        keys: in the store, less those that torch leaves for each group and those of each rank.
-        microseconds: median of the last operations, where there is but one kind.
+        keys: in the store, except torch's for each group and those of each rank.
+        microseconds: median duration of the last operations, if there is only one kind.
     """
 
     seconds: float
@@ -55,32 +55,33 @@ class Figures(NamedTuple):
 
 
 def steady_allocator() -> None:
-    """Let glibc give every large block back at once, so that what is resident is in use.
+    """Make glibc return every large block immediately, so that resident memory is memory in use.
 
-    By default it raises its threshold for that up to 32 MiB and has an arena for each thread:
-    resident memory then wanders by 60 MiB in a minute, and a leak hides in that.
+    By default it raises its threshold for this up to 32 MiB and has an arena for each thread:
+    resident memory then varies by 60 MiB within a minute, which hides a leak.
     """
-    with contextlib.suppress(AttributeError):  # glibc has it
+    with contextlib.suppress(AttributeError):  # glibc only
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 128 * 1024)
         mallopt(_M_ARENA_MAX, 1)
 
 
 def no_idle_threads() -> None:
-    """Let threads end when they have no job, for as long as this process lives.
+    """Let threads end when they have no job, for the lifetime of this process.
 
-    They stay for seconds, in case another job comes: how many a busy machine finds there is a
-    matter of chance, and one that never ends hides among them.
+    They stay for seconds in case of another job: how many of them a busy machine sees is random,
+    and one that never ends would be hidden among them.
     """
     for name in ("_IDLE_SECONDS", "_LINGER_SECONDS"):
         mock.patch.object(threads, name, _SETTLED_SECONDS / 10).start()
 
 
 def held(descriptors_before: int = sys.maxsize) -> tuple[int, int, int, int]:
-    """Resident bytes, Python's blocks, threads and descriptors, once they stand still.
+    """Return resident bytes, Python's blocks, threads and descriptors, once they are stable.
 
     Args:
-        descriptors_before: how many there were the last time; more may be some that close late.
+        descriptors_before: the previous number of descriptors; more of them may be some that close
+            late.
     """
     gc.collect()
     expires = time.monotonic() + _SETTLE_MAX_SECONDS
@@ -88,19 +89,19 @@ def held(descriptors_before: int = sys.maxsize) -> tuple[int, int, int, int]:
     while (before != now or now[1] > descriptors_before) and time.monotonic() < expires:
         time.sleep(_SETTLED_SECONDS)
         before, now = now, _handles()
-    with contextlib.suppress(AttributeError):  # glibc has it
+    with contextlib.suppress(AttributeError):  # glibc only
         ctypes.CDLL(None).malloc_trim(0)
     return _resident_nbytes(), sys.getallocatedblocks(), *now
 
 
 def keys_in(store: dist.Store, world_size: int) -> int:
-    """How many keys there are besides those that a rank has one of, once it waited for long."""
+    """Count the store's keys, except those that a rank has once it has waited for long."""
     board = dist.PrefixStore("objcomm", store_of(dist.group.WORLD))
     own = [f"{kind}/{rank}" for kind in ("where", "process") for rank in range(world_size)]
     while True:
         count = store.num_keys()
         others = count - sum(board.check([key]) for key in ["asked", *own])
-        if store.num_keys() == count:  # else a rank has written one meanwhile
+        if store.num_keys() == count:  # otherwise a rank has written one meanwhile
             return int(others)
 
 
@@ -115,6 +116,6 @@ def _resident_nbytes() -> int:
 
 
 def trend(values: Sequence[float]) -> float:
-    """How much a series grew from its first third to its last, by their medians."""
+    """Return how much a series grew from its first third to its last, by their medians."""
     third = max(1, len(values) // 3)
     return statistics.median(values[-third:]) - statistics.median(values[:third])

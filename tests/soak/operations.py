@@ -1,4 +1,4 @@
-"""The table of operations: how each is called, what it gives, and what can go wrong in it."""
+"""The table of operations: how to call each, its result, and its possible faults."""
 
 import operator
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from tests.soak.turn import MARK, InjectedError, Party, Turn
 
 
 class Pattern(Enum):
-    """Who waits for whose object."""
+    """Which ranks wait for whose objects."""
 
     ONE_TO_ALL = 1
     ONE_TO_EACH = 2
     ALL_TO_ONE = 3
     ALL_TO_ALL = 4
-    THROUGH_FIRST = 5  # all to the group's first rank, and its result to all
+    THROUGH_FIRST = 5  # all send to the group's first rank, and it returns the result to all
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Operation:
     """One row of the table.
 
     Attributes:
-        call: does the turn's operation on this rank.
-        result: what a rank gets where nothing is faulty.
-        pattern: who waits for whom.
-        faults: those that it can have.
+        call: runs the turn's operation on this rank.
+        result: the result of a rank without a fault.
+        pattern: which ranks wait for which.
+        faults: its possible faults.
         can_confirm: whether it takes ``confirm=``.
     """
 
@@ -71,7 +71,7 @@ def _of_all_at_root(turn: Turn, rank: int) -> Any:
 
 
 def chunk_of(turn: Turn, rank: int) -> Any:
-    """What a scatter's source gives one rank; the victim gets what is faulty."""
+    """Return what a scatter's source sends to one rank; the victim gets the faulty object."""
     return turn._replace(culprit=turn.victim).object_of(rank)
 
 
@@ -86,10 +86,10 @@ def _scatter(turn: Turn, party: Party) -> Any:
 
 def _joiner(turn: Turn) -> Callable[[Any, Any], Any]:
     def join(left: list[Any], right: list[Any]) -> list[Any]:
-        # The culprit's operand stands first on the right exactly once, in a fold as in a tree.
+        # The culprit's operand is first on the right exactly once, in a fold and in a tree.
         if turn.fault == "raising operator" and right[0][0] == turn.culprit:
             raise InjectedError(MARK)
-        left.extend(right)  # an operator may change its left side, and nobody's argument
+        left.extend(right)  # an operator may change its left side, but no rank's argument
         return left
 
     return join
@@ -276,7 +276,7 @@ _RECEIVING = [
 
 
 def _send_to_root(turn: Turn, party: Party) -> Any:
-    """All but the root send to it, half of them in flight; it takes them as they come."""
+    """Send from all ranks to the root, which receives in the order of arrival."""
     rank, root, group = party.rank, turn.root, party.group
     tag = turn.seed % 2**32  # a rank that has sent may be in the next turn
     if rank != root:
@@ -291,7 +291,7 @@ def _send_to_root(turn: Turn, party: Party) -> Any:
 
 
 def world_colors(rank: int) -> tuple[int, int]:
-    """The rank's colours in the two ways in which groups are split."""
+    """Return the rank's colors in the two ways in which groups are split."""
     return rank % 2, (rank >> 1) % 2
 
 
@@ -300,9 +300,9 @@ def _color(turn: Turn, rank: int) -> int:
 
 
 def _split(turn: Turn, party: Party) -> Any:
-    """All-gather among the ranks of one colour."""
+    """All-gather among the ranks of one color."""
     group = party.group
-    if not turn.group.number:  # what other groups were divided into would outlive them
+    if not turn.group.number:  # the parts of other groups would outlive them
         group = objcomm.split(_color(turn, party.rank), group=group)
     mine = (party.rank, turn.object_of(party.rank))
     told = dict(objcomm.all_gather(mine, group=group, codec=turn.codecs[party.rank]))
@@ -316,7 +316,7 @@ def _of_color(turn: Turn, rank: int) -> Any:
 
 
 def _all_gather_in_flight(turn: Turn, party: Party) -> Any:
-    """Two calls at once, of which half of the ranks wait for the second one first."""
+    """Make two concurrent calls; half of the ranks wait for the second one first."""
     mine, options = turn.object_of(party.rank), _options(turn, party)
     plain = objcomm.all_gather(mine, async_op=True, **options)
     marked = objcomm.all_gather((turn.seed, mine), async_op=True, **options)
@@ -329,11 +329,11 @@ def _all_gather_in_flight(turn: Turn, party: Party) -> Any:
 _OBJECTS = ("unencodable", "undecodable")
 _ROOTED = (*_OBJECTS, "no such rank")
 _OPERATORS = ("unencodable", "raising operator")
-_SCANNED = ("unencodable",)  # which ranks combine a given operand depends on all sizes
+_SCANNED = ("unencodable",)  # which ranks combine an operand depends on all sizes
 _SCALAR = ("no scalar", "no such rank")
 _CALLBACKS = (*_OBJECTS, "raising fn1", "raising fn2")
 
-#: Every operation by name; the plan draws from it, and a later one joins by a line here.
+#: Every operation by name; the plan draws from it. To add an operation, add a line here.
 OPERATIONS = {
     "broadcast": Operation(_broadcast, _of_root, Pattern.ONE_TO_ALL, _ROOTED),
     "gather": Operation(_gather, _of_all_at_root, Pattern.ALL_TO_ONE, _ROOTED),

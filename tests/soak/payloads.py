@@ -1,4 +1,4 @@
-"""Objects that any rank can make again from a number: of all kinds, of no bytes to some MiB."""
+"""Objects of all kinds, from no bytes to some MiB, that any rank can create from a number."""
 
 import random
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 
 from tests import samples
 
-#: Around the sizes at which the way changes: the first message's window, and out of band.
+#: Sizes around those at which the path changes: the first message's window, and out of band.
 EDGES = (0, 1, 100, 32_400, 32_768, 33_000, 65_535, 65_536, 200_000, 1_000_001)
 
 SMALL_MAX_NBYTES = 500
@@ -18,7 +18,7 @@ _HUGE_MAX_NBYTES = 4 << 20
 
 
 def size_drawn(chance: random.Random) -> int:
-    """A number of bytes: mostly few, sometimes at an edge, now and then some MiB."""
+    """Draw a number of bytes: mostly few, sometimes at an edge, now and then some MiB."""
     draw = chance.random()
     if draw < 0.7:
         return chance.randrange(SMALL_MAX_NBYTES)
@@ -28,13 +28,13 @@ def size_drawn(chance: random.Random) -> int:
 
 
 def payload(seed: int, nbytes: int) -> Any:
-    """The object of that number, which holds about so many bytes."""
+    """Create the object of that number, with roughly that many bytes."""
     chance = random.Random(seed)
     return _KINDS[chance.randrange(len(_KINDS))](chance, nbytes)
 
 
 def scalar(seed: int) -> Any:
-    """The scalar of that number."""
+    """Create the scalar of that number."""
     chance = random.Random(seed)
     numbers = (chance.randrange(-(2**80), 2**80), chance.random(), 2**24 + 1, True, 1 + 2j)
     return chance.choice((*numbers, None, "text", np.float32(0.1), torch.tensor(7)))

@@ -1,4 +1,4 @@
-"""What each round does: the same on every rank, because it follows from seed and number alone."""
+"""The work of each round: the same on every rank, because it follows from seed and number."""
 
 import random
 from typing import NamedTuple
@@ -17,13 +17,13 @@ _CONFIRM_SHARE = 0.15
 
 
 class Round(NamedTuple):
-    """One round's work.
+    """The work of one round.
 
     Attributes:
-        standing: subgroups that are alive all the time; some were before, some will be after.
-        main: turns of the main thread. A group that is neither the world nor standing is made
+        standing: subgroups that are alive throughout; some exist before it, some will after it.
+        main: turns of the main thread. A group that is neither the world nor standing is created
             for its turns and destroyed after them.
-        side: turns of the second thread, in a lane of its own.
+        side: turns of the second thread, in a separate lane.
     """
 
     standing: tuple[Subgroup, ...]
@@ -32,7 +32,7 @@ class Round(NamedTuple):
 
 
 def round_of(seed: int, number: int, world_size: int) -> Round:
-    """The work of the round of that number."""
+    """Return the work of the round of that number."""
     standing = tuple(_standing(seed, number, world_size))
     chance = random.Random(f"{seed} {number}")
     world = Subgroup(0, tuple(range(world_size)))
@@ -45,7 +45,7 @@ def round_of(seed: int, number: int, world_size: int) -> Round:
 
 
 def _standing(seed: int, number: int, world_size: int) -> list[Subgroup]:
-    """The subgroups of a round: each is made in some round and lives for the next few."""
+    """List the subgroups of a round; each is created in some round and lives for the next few."""
     alive = []
     for born in range(max(0, number - _STANDING_MAX), number + 1):
         chance = random.Random(f"group {seed} {born}")

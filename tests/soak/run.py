@@ -1,4 +1,4 @@
-"""Carries a plan out on one rank."""
+"""Carry out a plan on one rank."""
 
 import contextlib
 import gc
@@ -29,19 +29,19 @@ _LANE = "soak"
 
 
 def join(port: int) -> dist.TCPStore:
-    """Initialise torch.distributed over a store on that port; return a client of its own."""
+    """Initialize torch.distributed with a store on that port; return a separate client of it."""
     place = here()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
-    own: dist.TCPStore = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
+    own: dist.TCPStore = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
     return own
 
 
 def fill_histories() -> None:
-    """Call each group that lives to the end until its history forgets; every rank calls this.
+    """Call each group that lives to the end until its history is full; every rank calls this.
 
-    A history keeps its last 256 calls, 3,500 blocks of Python's allocator. Those of the parts that
-    the world is split into would grow for 15,000 turns, which looks like a leak.
+    A history keeps the last 256 calls, 3,500 blocks of Python's allocator. The histories of the
+    groups that the world is split into would grow for 15,000 turns, which looks like a leak.
     """
     for group in (None, *(objcomm.split(color) for color in world_colors(dist.get_rank()))):
         for _ in range(history.LENGTH):
@@ -49,9 +49,10 @@ def fill_histories() -> None:
 
 
 def ask_once() -> None:
-    """Have every rank write to the store where it is; every rank calls this.
+    """Have every rank write its position to the store; every rank calls this.
 
-    They do when somebody waits for half a second, which else happens at any time, or never.
+    Ranks do this when some rank waits for half a second, which otherwise happens at any time or
+    never.
     """
     if not dist.get_rank():  # the others wait for it in the barrier, and so ask
         answers = [f"where/{rank}" for rank in range(dist.get_world_size())]
@@ -69,25 +70,25 @@ class _Groups:
         self.left_by_torch = 0
 
     def make(self, subgroup: Subgroup) -> None:
-        """Make a group; every rank of the world calls this."""
+        """Create a group; every rank of the world calls this."""
         self._made[subgroup.number] = dist.new_group(list(subgroup.members))
         self.made_count += 1
         # Measured with torch 2.13: each member's address stays in the store.
         self.left_by_torch += len(subgroup.members)
 
     def destroy(self, subgroup: Subgroup) -> None:
-        """Destroy one; members and others alike."""
+        """Destroy a group; members and other ranks both call this."""
         group = self._made.pop(subgroup.number)
         if dist.get_rank() in subgroup.members:
             dist.destroy_process_group(group)
 
     def of(self, subgroup: Subgroup) -> Any:
-        """What ``group=`` takes."""
+        """Return what to pass as ``group=``."""
         return self._made[subgroup.number]
 
 
 class Soak:
-    """One rank's part in a soak."""
+    """One rank of a soak."""
 
     def __init__(self, seed: int, port: int, record: Path) -> None:
         measure.steady_allocator()
@@ -103,13 +104,13 @@ class Soak:
         self._began = time.monotonic()
 
     def run(self, seconds: float, turns: int, checkpoint: float) -> None:
-        """Go from round to round until both are over; every rank calls this.
+        """Run rounds until both limits are reached; every rank calls this.
 
         Args:
-            seconds: how long at least.
-            turns: how many of rank 0's at least.
-            checkpoint: how often to stop, destroy all subgroups and measure: after so many turns,
-                or seconds if those are to be.
+            seconds: minimum duration.
+            turns: minimum number of rank 0's turns.
+            checkpoint: interval at which to stop, destroy all subgroups and measure: in seconds if
+                ``seconds`` is given, otherwise in turns.
         """
         fill_histories()
         ask_once()
@@ -121,7 +122,7 @@ class Soak:
                 due = now + checkpoint
             self._do(round_of(self._seed, number, here().world_size))
             number += 1
-            # One clock and one count decide for all ranks.
+            # One clock and one counter decide for all ranks.
             elapsed, taken = objcomm.broadcast((time.monotonic() - self._began, self._turns))
         self._checkpoint()
 
@@ -139,7 +140,7 @@ class Soak:
         thread.join()
 
     def _stand(self, wanted: Sequence[Subgroup]) -> None:
-        """Destroy and make groups until those are alive that are wanted."""
+        """Destroy and create groups until exactly the wanted ones are alive."""
         for subgroup in self._standing:
             if subgroup not in wanted:
                 self._groups.destroy(subgroup)
@@ -164,7 +165,7 @@ class Soak:
                     self._errors += raised
 
     def _checkpoint(self) -> None:
-        """With no subgroup alive and nothing under way, write down what this rank holds."""
+        """Record what this rank holds while no subgroup exists and no operation is in progress."""
         self._stand(())
         gc.collect()
         objcomm.barrier("before a checkpoint")
@@ -186,16 +187,16 @@ class Soak:
 
 
 def write(record: Path, figures: measure.Figures) -> None:
-    """Add a line to what this rank has written down."""
+    """Append a line to this rank's record."""
     with record.open("a") as lines:
         lines.write(json.dumps(figures._asdict()) + "\n")
 
 
 def take(turn: Turn, party: Party) -> bool:
-    """Do one turn on this rank and hold what it gives against the model.
+    """Run one turn on this rank and check its result against the model.
 
     Returns:
-        Whether it had to raise.
+        Whether it raised, as expected.
     """
     wanted = expected(turn, party.rank)
     got: Any = None
@@ -233,7 +234,7 @@ def soak(
     seconds: float = 0.0,
     turns: int = 0,
 ) -> None:
-    """The order that each worker gets."""
+    """Run a soak on each worker."""
     running = Soak(seed, port, Path(record))
     try:
         running.run(seconds, turns, checkpoint)

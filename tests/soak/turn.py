@@ -1,4 +1,4 @@
-"""One operation of the plan: what stands in the plan, and what each rank then gives."""
+"""One operation: what the plan says of it, and what each rank contributes."""
 
 import random
 import threading
@@ -11,26 +11,26 @@ MARK = "injected by the soak"
 
 
 class InjectedError(Exception):
-    """What raising callbacks raise."""
+    """The error of callbacks that raise."""
 
 
 class Subgroup(NamedTuple):
-    """Some global ranks that make a group; number 0 is the world."""
+    """Global ranks that form a group; number 0 is the world."""
 
     number: int
     members: tuple[int, ...]
 
 
 class Turn(NamedTuple):
-    """One operation; every rank in it means a rank within the group.
+    """One operation; ranks in it are group ranks.
 
     Attributes:
-        seed: what the contributions follow from.
-        codecs: of each rank.
-        sizes: of each rank's contribution, in bytes.
+        seed: determines the contributions.
+        codecs: one per rank.
+        sizes: size of each rank's contribution, in bytes.
         fault: a key of ``faults.FAULTS``, or nothing.
-        culprit: whose part is faulty.
-        victim: which rank can't rebuild an object, where that is the fault.
+        culprit: the rank whose part is faulty.
+        victim: the rank that can't rebuild an object, for that fault.
     """
 
     operation: str
@@ -46,16 +46,16 @@ class Turn(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of ranks that take part."""
+        """Return the number of ranks in the group."""
         return len(self.group.members)
 
     @property
     def named_root(self) -> int:
-        """What is passed as ``group_src=`` or ``group_dst=``."""
+        """Return what to pass as ``group_src=`` or ``group_dst=``."""
         return self.size if self.fault == "no such rank" else self.root
 
     def object_of(self, rank: int) -> Any:
-        """What a rank contributes, its fault included."""
+        """Return a rank's contribution, including its fault."""
         obj = payloads.payload(self.seed * 64 + rank, self.sizes[rank])
         if rank != self.culprit:
             return obj
@@ -66,13 +66,13 @@ class Turn(NamedTuple):
         return obj
 
     def scalar_of(self, rank: int) -> Any:
-        """What a rank contributes where scalars are asked for, its fault included."""
+        """Return a rank's contribution where scalars are required, including its fault."""
         if rank == self.culprit and self.fault == "no scalar":
             return [1]
         return payloads.scalar(self.seed * 64 + rank)
 
     def number_of(self, rank: int) -> int:
-        """A rank's operand of a named operator; larger than any machine word."""
+        """Return a rank's operand of a named operator; larger than any machine word."""
         return random.Random(self.seed * 64 + rank).randrange(-(2**70), 2**70)
 
 
@@ -84,13 +84,13 @@ class Party(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """What one rank gets of a turn.
+    """The expected result of a turn on one rank.
 
     Attributes:
-        value: the result, where there is one.
-        error: the exact class of the error, where there is one.
+        value: the result, if there is one.
+        error: the exact class of the error, if there is one.
         failed: the rank that a CollectiveError blames.
-        text: what stands in the error.
+        text: part of the error's text.
     """
 
     value: Any = None

@@ -1,5 +1,5 @@
-"""The device path without an accelerator: a type of device and its backend, made in Python.
+"""The device path without an accelerator: a device type and its backend, written in Python.
 
-``device`` is the type of device ``standin``; ``backend`` joins ranks whose tensors lie on it.
-Setting them up changes a process for good, so each test has ranks of its own.
+``device`` is the device type ``standin``; ``backend`` connects ranks whose tensors are on it.
+Setting them up changes a process permanently, so each test has its own ranks.
 """

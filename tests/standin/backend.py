@@ -1,14 +1,13 @@
 """The backend ``standin`` of torch.distributed, for tensors on the device of that name.
 
-``dist.init_process_group("cpu:gloo,standin:standin")`` makes a ``Group``: Python can write no
-backend for torch, but a whole process group, so this one holds Gloo for the CPU as well.
+``dist.init_process_group("cpu:gloo,standin:standin")`` creates a ``Group``: torch takes no backend
+that is written in Python, only a whole process group, so this one includes Gloo for the CPU.
 
-It is as strict as NCCL, but tells what NCCL would hang at or corrupt. A rank's tensors must lie on
-one device, contiguous, and be ready on its current stream; all ranks must make the same calls in
-the same order; what one rank sends moves once the other is there to receive it. Whether a rank that
-does not come is alive it does not know: it waits until the group's own time limit has passed, or
-somebody calls ``Backend.abort``, as NCCL's watchdog does. ``Backend.interrupt`` makes a call fail,
-stall, or do anything else.
+It is as strict as NCCL, but raises where NCCL would hang or corrupt data. A rank's tensors must be
+on one device, contiguous, and ready on its current stream; all ranks must make the same calls in
+the same order; data is sent only once its receiver is there. The backend does not know whether a
+missing rank is alive: it waits for the group's own timeout or for a call of ``Backend.abort``, like
+that of NCCL's watchdog. ``Backend.interrupt`` makes a call fail, stall, or do anything else.
 """
 
 import functools
@@ -32,12 +31,12 @@ _ALL_CAME = "all came"
 
 
 class Interruption(NamedTuple):
-    """What is to happen in a call of the backend's.
+    """Something to do in a call of the backend.
 
     Attributes:
-        operation: the name of ``Backend``'s method.
+        operation: the name of the ``Backend`` method.
         act: called on the calling thread; may raise, wait, or end the process.
-        at_wait: whether when the call's work is waited for, and not before anything has moved.
+        at_wait: whether to act when the call's work is waited for, instead of before any transfer.
     """
 
     operation: str
@@ -46,17 +45,18 @@ class Interruption(NamedTuple):
 
 
 class Backend:
-    """What joins the ranks' devices.
+    """The connection of the ranks' devices.
 
     Attributes:
-        options: with the time limit, where torch's own backends have it.
+        options: has the timeout, as in torch's own backends.
         made: the calls so far, oldest first.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self._rank, self._size = rank, size
         self._words: Any = store.clone()  # type: ignore[attr-defined]  # not in torch's stub
-        # Ranks meet by their words, so this one never waits long. Torch's stub lacks what it has.
+        # The store synchronizes the ranks, so Gloo never waits long. Torch's stub lacks its
+        # members.
         self._gloo: Any = dist.ProcessGroupGloo(
             dist.PrefixStore("gloo", store), rank, size, timeout
         )
@@ -69,29 +69,29 @@ class Backend:
         self._device: torch.device | None = None
 
     def name(self) -> str:
-        """As torch asks for it."""
+        """Return the name, as torch expects."""
         return device.NAME
 
     def rank(self) -> int:
-        """This rank's number in the group."""
+        """Return this rank's number in the group."""
         return self._rank
 
     def size(self) -> int:
-        """How many ranks there are."""
+        """Return the number of ranks."""
         return self._size
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """As XCCL calls it."""
+        """Set the timeout, with XCCL's name for it."""
         self._limit = timeout
 
     def abort(self) -> None:
-        """End what waits for other ranks, and whatever is called later."""
+        """End all waits for other ranks, and all later calls."""
         self._aborted.set()
 
     def interrupt(
         self, operation: str, act: Callable[[], None], *, at_wait: bool = False
     ) -> Interruption:
-        """Have something happen in the next call of an operation, once; see ``Interruption``."""
+        """Act once in the next call of an operation; see ``Interruption``."""
         interruption = Interruption(operation, act, at_wait)
         self._interruptions.append(interruption)
         return interruption
@@ -99,21 +99,21 @@ class Backend:
     # The names and arguments of torch's own backends.
 
     def broadcast(self, tensor: Tensors, root: Any, *_: object) -> "Work":
-        """Everybody gets what ``root`` has."""
+        """Copy ``root``'s tensor to all ranks."""
         flat, source = _one(tensor), getattr(root, "rootRank", root)
         self._meet("broadcast", flat, f"from {source}", [flat] if source == self._rank else [])
         self._gloo.broadcast(device.content(flat), source).wait()
         return self._work("broadcast", [flat])
 
     def send(self, tensors: Tensors, peer: int, *_: object) -> "Work":
-        """Wait until ``peer`` receives it."""
+        """Send, once ``peer`` receives."""
         flat = _one(tensors)
         self._meet("send", flat, f"{self._rank} to {peer}", [flat], (self._rank, peer))
         self._gloo.send([device.content(flat)], peer, 0).wait()
         return self._work("send", [])
 
     def recv(self, tensors: Tensors, peer: int, *_: object) -> "Work":
-        """Wait until ``peer`` has sent it."""
+        """Receive, once ``peer`` sends."""
         flat = _one(tensors)
         self._meet("recv", flat, f"{peer} to {self._rank}", [], (peer, self._rank))
         self._gloo.recv([device.content(flat)], peer, 0).wait()
@@ -127,7 +127,7 @@ class Backend:
         flat_sizes: list[int],
         *_: object,
     ) -> "Work":
-        """Everybody gets an equal part from everybody."""
+        """Send an equal part from every rank to every rank."""
         if into_sizes or flat_sizes:
             raise NotImplementedError("parts of different sizes")
         self._meet("alltoall_base", flat, f"into {into.numel()}", [flat], into=into)
@@ -135,7 +135,7 @@ class Backend:
         return self._work("alltoall_base", [into])
 
     def _allgather_base(self, into: torch.Tensor, flat: torch.Tensor, *_: object) -> "Work":
-        """Everybody gets everything, in rank order."""
+        """Gather all ranks' tensors on all ranks, in rank order."""
         self._meet("_allgather_base", flat, f"into {into.numel()}", [flat], into=into)
         self._gloo._allgather_base(device.content(into), device.content(flat)).wait()
         return self._work("_allgather_base", [into])
@@ -150,15 +150,15 @@ class Backend:
         *,
         into: torch.Tensor | None = None,
     ) -> None:
-        """Look at the tensors, and see that the ranks concerned all make this call.
+        """Check the tensors, and check that all ranks concerned make this call.
 
         Args:
-            operation: the name of a method.
-            flat: what is sent, or received.
-            what: the rest of what must be the same on these ranks.
-            reads: what must be ready.
-            ranks: who they are; all if there are none.
-            into: what is received, if that is another tensor.
+            operation: the name of the method.
+            flat: the tensor that is sent or received.
+            what: the other facts that must be the same on these ranks.
+            reads: tensors that must be ready.
+            ranks: the ranks concerned; all if empty.
+            into: the tensor to receive into, if it is a different one.
         """
         for tensor in (flat,) if into is None else (flat, into):
             if tensor.device.type != device.NAME or not tensor.is_contiguous():
@@ -166,7 +166,7 @@ class Backend:
                     f"{operation}: a tensor on {tensor.device} with strides {tensor.stride()}; "
                     f"it must be contiguous on {device.NAME}"
                 )
-            # NCCL would connect another one by itself, and wait there for ranks that do not.
+            # NCCL would open another connection by itself, and wait there for ranks that do not.
             self._device = self._device or tensor.device
             if tensor.device != self._device:
                 raise RuntimeError(f"{operation}: a tensor on {tensor.device}, not {self._device}")
@@ -187,10 +187,10 @@ class Backend:
             raise RuntimeError(f"the ranks make different calls: {texts}")
 
     def _await(self, keys: list[str], own: str, outcome: str) -> None:
-        """Wait until all have said what they call.
+        """Wait until all ranks have announced their calls.
 
-        Who gives up has said it, too. So the first to know stores how it ends, and all abide by
-        that: else one would wait in Gloo for a rank that does not come.
+        A rank that gives up has also announced its call. So the first to know stores the outcome,
+        and all follow it: otherwise a rank would wait in Gloo for one that never comes.
         """
         until = time.monotonic() + self._limit.total_seconds()
         reason = ""
@@ -212,11 +212,11 @@ class Backend:
 
     @functools.cached_property
     def _stream(self) -> device.Stream:
-        """On which it moves."""
+        """Return the stream that transfers use."""
         return device.Stream(None if self._device is None else self._device.index)
 
     def _work(self, operation: str, writes: Sequence[torch.Tensor]) -> "Work":
-        """What has been written on the backend's own stream, for which others have to wait."""
+        """Mark the tensors as written on the backend's stream, so that other streams must wait."""
         own = self._stream
         own.wait_stream(device.current_stream(own.device_index))
         device.launch(f"{device.NAME}::{operation} done", [], writes, own)
@@ -224,7 +224,7 @@ class Backend:
 
 
 class Work(dist._Work):
-    """One call of the backend's; ``wait`` has the current stream wait, as NCCL's does."""
+    """One call of the backend; ``wait`` makes the current stream wait, like NCCL's."""
 
     def __init__(self, own: device.Stream, happen: Callable[[], None]) -> None:
         super().__init__()
@@ -232,25 +232,25 @@ class Work(dist._Work):
         self._happen = happen
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002  # torch's signature
-        """Nothing queued from now on begins before it has ended."""
+        """Let nothing queued from now on begin before it has ended."""
         self._happen()
         device.wait_for(self._own)
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended: before the call has returned."""
+        """Return True: it has ended before the call returned."""
         return True
 
 
 class Group(dist.ProcessGroup):
-    """Ranks that Gloo joins for tensors of the CPU, and ``standin`` for those of its device.
+    """Ranks connected by Gloo for CPU tensors, and by ``standin`` for those of its device.
 
     Attributes:
-        standin: the latter.
+        standin: the backend of the device.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the one for classes of Python
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the one for Python classes
         self._store = store
         gloo: Any = dist.ProcessGroupGloo(dist.PrefixStore("cpu", store), rank, size, timeout)
         gloo._set_sequence_number_for_group()
@@ -259,7 +259,7 @@ class Group(dist.ProcessGroup):
         self.standin = Backend(dist.PrefixStore(device.NAME, store), rank, size, timeout)
 
     def get_group_store(self) -> dist.Store:
-        """Where its ranks have met."""
+        """Return the store through which its ranks have met."""
         return self._store
 
     @property
@@ -271,7 +271,7 @@ class Group(dist.ProcessGroup):
         return self.standin if of.type == device.NAME else super()._get_backend(of)
 
     def broadcast(self, tensors: Tensors, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # torch has several signatures
-        """Over the backend of the tensor's device, as all that follow."""
+        """Use the backend of the tensor's device, like all methods that follow."""
         return self._over(tensors, "broadcast")(tensors, *args, **kwargs)
 
     def send(self, tensors: Tensors, *args: Any, **kwargs: Any) -> Any:
@@ -295,7 +295,7 @@ class Group(dist.ProcessGroup):
 
 
 def _one(tensors: Tensors) -> torch.Tensor:
-    """Most of torch's calls take a list of one."""
+    """Unwrap a tensor: most of torch's calls take a list of one."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     (tensor,) = tensors
@@ -304,6 +304,6 @@ def _one(tensors: Tensors) -> torch.Tensor:
 
 @functools.cache
 def set_up() -> None:
-    """Make this process know the device, and torch.distributed the backend."""
+    """Register the device in this process, and the backend in torch.distributed."""
     device.set_up()
     dist.Backend.register_backend(device.NAME, Group, devices=[device.NAME])

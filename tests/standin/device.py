@@ -1,17 +1,18 @@
-"""``standin``: a type of device that is as strict as an accelerator, and needs none.
+"""``standin``: a device type that is as strict as an accelerator, and needs none.
 
 It is torch's key for devices that torch does not know (PrivateUse1), with kernels in Python. A
-tensor on it is a plain ``torch.Tensor`` with an address that no process has mapped. Its bytes are
-in CPU memory beside it, which only the kernels here reach: whoever takes the address for the CPU's
-ends by SIGSEGV, and whoever reads a value without a copy gets an error.
+tensor on it is a plain ``torch.Tensor`` whose address no process has mapped. Its bytes are in
+separate CPU memory, which only the kernels here reach: using the address as a CPU address ends the
+process with SIGSEGV, and reading a value without a copy raises.
 
-There are several devices. Each thread has a current one, and on each a current stream, as with
-CUDA. Nothing is computed later, but what is queued is noted, and checked: what one stream has
-written, no other may use before it has waited.
+There are several devices. Each thread has a current device, and on each device a current stream, as
+with CUDA. Nothing is deferred, but all queued operations are recorded and checked: a stream must
+wait before it uses what another one has written.
 
 Torch's device guard for Python knows one device and no streams. So ``torch.accelerator`` and
-``Tensor.to`` ask this module instead, which is ``torch.standin``, too. What only C++ decides stays:
-``torch.tensor(..., device="standin")`` takes device 0, and ``backward`` works there alone.
+``Tensor.to`` ask this module instead, which is also ``torch.standin``. What only C++ decides cannot
+be changed: ``torch.tensor(..., device="standin")`` uses device 0, and ``backward`` works only
+there.
 """
 
 import contextlib
@@ -34,20 +35,20 @@ COUNT = 3
 
 _Key = tuple[int, int]  # a stream: its device's index, and its number there
 
-# Not canonical on x86-64, and beyond what aarch64 maps: no CPU memory can ever lie there.
+# Not canonical on x86-64, and beyond what aarch64 maps: never an address of CPU memory.
 _FIRST_ADDRESS = 0x00F0_0000_0000_0000
-_ADDRESSES_EACH = 1 << 40  # so the memory of one tensor is never taken for another's
+_ADDRESSES_EACH = 1 << 40  # so no tensor's memory is mistaken for another's
 
 _REDISPATCHED = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 class Queued(NamedTuple):
-    """One thing that was queued on a stream.
+    """One operation that was queued on a stream.
 
     Attributes:
-        device: its index.
-        stream: the stream's number there; 0 is the default one.
-        name: the operator's, such as ``aten::add.out``, or what the backend calls it.
+        device: the device's index.
+        stream: the stream's number on the device; 0 is the default stream.
+        name: the operator's name, such as ``aten::add.out``, or the backend's name for it.
     """
 
     device: int
@@ -88,11 +89,11 @@ _new_capsule = ctypes.PYFUNCTYPE(
 
 
 class Memory:
-    """One piece of a device's memory.
+    """One allocation on a device.
 
     Attributes:
-        content: its bytes, where the CPU can reach them.
-        written: the stream that has last written here, and how far that was then.
+        content: its bytes, in CPU memory.
+        written: the stream that wrote it last, and the stream's position then.
     """
 
     def __init__(self, index: int, nbytes: int) -> None:
@@ -105,28 +106,28 @@ class Memory:
         self._storage: StorageWeakRef | None = None
 
     def lend(self, address: int) -> torch.Tensor:
-        """A flat tensor that lies at an address, as torch may know it."""
+        """Return a flat tensor at an address that torch gets to know."""
         self._lent.tensor = _DLTensor(
             address, _EXTENSION, self.index, 1, _UNSIGNED, 8, 1, self._shape, None, 0
         )
         capsule = _new_capsule(ctypes.addressof(self._lent), b"dltensor", None)
-        # The one way for Python to make a plain tensor with a device and an address.
+        # The only way for Python to create a plain tensor with a device and an address.
         flat: torch.Tensor = torch.utils.dlpack.from_dlpack(capsule)
         self._storage = StorageWeakRef(flat.untyped_storage())
         return flat
 
     @property
     def is_free(self) -> bool:
-        """Whether no tensor is left there.
+        """Whether no tensor uses it any more.
 
-        Torch is asked: it could tell by a call, but Python can't be called where an error of C++
-        lets tensors go.
+        This asks torch. A callback from torch would not do, because Python can't be called while a
+        C++ exception destroys tensors.
         """
         return self._storage is not None and self._storage.expired()
 
 
 class Stream(torch.Stream):
-    """A queue of the device ``index``, of its own; as a context, the current one in a block."""
+    """A new queue of the device ``index``; as a context, the current one in a block."""
 
     def __new__(cls, index: int | None = None, *, number: int | None = None) -> Self:
         devices = _devices()
@@ -152,20 +153,20 @@ class Stream(torch.Stream):
         set_device(index)
 
     def wait_stream(self, other: torch.Stream) -> None:
-        """What is queued here from now on begins after all that ``other`` has."""
+        """Let what is queued here from now on begin after everything queued on ``other``."""
         _devices().order(_key(other), _key(self))
 
     def synchronize(self) -> None:
-        """Wait on the CPU for all that is queued here."""
+        """Wait on the CPU for everything queued here."""
         _devices().finish(_key(self))
 
     def query(self) -> bool:
-        """Whether all of it has been done: it always has."""
+        """Return True: everything queued is done already."""
         return True
 
 
 class _Here(threading.local):
-    """What is current in a thread; a new one begins with device 0 and its default streams."""
+    """A thread's current device and streams, at first device 0 and the default streams."""
 
     def __init__(self) -> None:
         self.index = 0
@@ -177,12 +178,12 @@ class _Devices:
     """All devices of this process.
 
     Attributes:
-        memories: what is allocated, by address.
-        contexts: devices that were made to hold something, or to run something.
-        is_initialized: whether anybody has asked which device is current, or changed it.
-        room: how many bytes may lie on a device at a time, if not any number.
-        allocated: how many pieces of memory were ever taken there.
-        queued: the newest of what was queued.
+        memories: the allocations, by address.
+        contexts: devices that have held or run something.
+        is_initialized: whether the current device has been queried or changed.
+        room: limit of the bytes on each device, if there is one.
+        allocated: total number of allocations per device.
+        queued: the most recent queued operations.
     """
 
     def __init__(self) -> None:
@@ -195,15 +196,16 @@ class _Devices:
         self.queued: deque[Queued] = deque(maxlen=10_000)
         self.stream_numbers = itertools.count(1)
         self._addresses = itertools.count(_FIRST_ADDRESS, _ADDRESSES_EACH)
-        # Held by whoever looks at, or changes, more than one of these: threads share a stream.
+        # Held while more than one of these is read or changed: threads share a stream.
         self._lock = threading.RLock()
-        # How far each stream is, how far each has waited for others, and the CPU for each.
+        # Each stream's position, the positions it has waited for, and the position the CPU has
+        # waited for.
         self._reached: Counter[_Key] = Counter()
         self._waited: dict[_Key, Counter[_Key]] = {}
         self._finished: Counter[_Key] = Counter()
 
     def allocate(self, nbytes: int, index: int) -> torch.Tensor:
-        """A flat tensor over fresh memory, with zeros in it."""
+        """Return a flat tensor over new memory, filled with zeros."""
         if not 0 <= index < COUNT:
             raise RuntimeError(f"there is no {NAME}:{index}, only {COUNT} devices")
         with self._lock:
@@ -216,18 +218,18 @@ class _Devices:
         return memory.lend(address)
 
     def in_use(self, index: int) -> int:
-        """How many bytes of a device some tensor holds."""
+        """Return the bytes of a device that tensors hold."""
         for address, memory in list(self.memories.items()):
             if memory.is_free:
                 self.memories.pop(address, None)
         return sum(each.nbytes for each in list(self.memories.values()) if each.index == index)
 
     def memory(self, tensor: torch.Tensor) -> Memory:
-        """Where a tensor of this type of device lies."""
+        """Return the memory of a tensor on this device type."""
         return self.memories[tensor.untyped_storage().data_ptr()]
 
     def content(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the CPU over the same bytes."""
+        """Return a CPU tensor over the same bytes."""
         flat = self.memory(tensor).content.untyped_storage()
         like = torch.empty(0, dtype=tensor.dtype, device="cpu")
         like.set_(flat, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -241,10 +243,10 @@ class _Devices:
         writes: Sequence[torch.Tensor],
         on: torch.Stream | None = None,
     ) -> None:
-        """Queue one step on a stream: the current one of the tensors' device if none is named.
+        """Queue a step on a stream; the default is the current one of the tensors' device.
 
         Raises:
-            RuntimeError: another stream has written what is used, and this one has not waited.
+            RuntimeError: another stream has written a tensor, and this one has not waited.
         """
         with self._lock:
             for tensor in (*reads, *writes):
@@ -266,27 +268,27 @@ class _Devices:
                 self.wrote(tensor, on)
 
     def wrote(self, tensor: torch.Tensor, on: torch.Stream | None = None) -> None:
-        """The newest step of a stream has written here."""
+        """Record that the newest step of a stream has written the tensor."""
         stream = _key(current_stream(tensor.device.index) if on is None else on)
         with self._lock:
             self.memory(tensor).written = stream, self._reached[stream]
 
     def order(self, first: _Key, then: _Key) -> None:
-        """What ``then`` queues from now on comes after all that ``first`` has."""
+        """Let what ``then`` queues from now on come after everything queued on ``first``."""
         with self._lock:
             waited = self._waited.setdefault(then, Counter())
             waited |= self._waited.get(first, Counter())
             waited[first] = self._reached[first]
 
     def finish_all(self, index: int) -> None:
-        """The CPU waits for all that a device has."""
+        """Let the CPU wait for everything queued on a device."""
         with self._lock:
             for stream in list(self._reached):
                 if stream[0] == index:
                     self.finish(stream)
 
     def finish(self, stream: _Key) -> None:
-        """The CPU waits for all that a stream has."""
+        """Let the CPU wait for everything queued on a stream."""
         with self._lock:
             self._finished |= self._waited.get(stream, Counter())
             self._finished[stream] = self._reached[stream]
@@ -307,7 +309,7 @@ def _empty(
     index: int | None,
     stride: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """An uninitialized tensor, as far as anybody may know."""
+    """Return a tensor that callers must treat as uninitialized."""
     dtype = dtype or torch.get_default_dtype()
     like = torch.empty_strided(size, stride, dtype=dtype, device="meta") if stride else None
     like = torch.empty(size, dtype=dtype, device="meta") if like is None else like
@@ -319,15 +321,15 @@ def _empty(
 def _alias(
     tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> torch.Tensor:
-    """Another view of the same memory: the CPU's kernel for that touches none."""
+    """Return another view of the same memory; the CPU's kernel for it accesses none."""
     made: torch.Tensor = torch.ops.aten.as_strided.default.redispatch(
         _REDISPATCHED, tensor, size, stride, offset
     )
     return made
 
 
-# The kernels of torch's operators. Those with a signature of their own concern memory; all others
-# are the CPU's, on the bytes beside.
+# The kernels of torch's operators. Those with their own signature concern memory; all others are
+# the CPU's, applied to the bytes in CPU memory.
 
 
 def _empty_memory_format(
@@ -356,7 +358,7 @@ def _copy_from(
     into: torch.Tensor,
     non_blocking: bool = False,  # noqa: FBT001, FBT002  # torch's signature
 ) -> torch.Tensor:
-    """An explicit copy: the one way by which bytes leave a device, or come there."""
+    """Copy explicitly: the only way for bytes to leave a device or get there."""
     devices = _devices()
     there = [each for each in (tensor, into) if each.device.type == NAME]
     reads = [tensor] if tensor.device.type == NAME else []
@@ -376,13 +378,13 @@ def _refused(tensor: torch.Tensor, *_: object) -> Any:
 
 
 def _resize(tensor: torch.Tensor, size: Sequence[int], **_: object) -> torch.Tensor:
-    """Give it other memory, without what was there: torch resizes only what it then fills."""
+    """Give it new memory without the old content: torch resizes only what it then fills."""
     tensor.data = _empty(size, tensor.dtype, tensor.device.index)
     return tensor
 
 
 def _by_the_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Any other operator."""
+    """Run any other operator."""
     devices = _devices()
     leaves, structure = pytree.tree_flatten((args, kwargs))
     tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
@@ -398,7 +400,7 @@ def _by_the_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     beside = {id(each): devices.content(each) for each in mine}
     for each in leaves:
         if isinstance(each, torch.device):
-            beside[id(each)] = torch.device("cpu")  # type: ignore[assignment]  # no tensor
+            beside[id(each)] = torch.device("cpu")  # type: ignore[assignment]  # not a tensor
     lowered = [beside.get(id(each), each) for each in leaves]
     cpu_args, cpu_kwargs = pytree.tree_unflatten(lowered, structure)
 
@@ -409,7 +411,7 @@ def _by_the_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _common_device(op: Any, tensors: list[torch.Tensor], leaves: list[Any]) -> torch.device | None:
-    """Where the operator's result lies; as on CUDA, a number may come from anywhere."""
+    """Return the result's device; as on CUDA, a number may be on any device."""
     where = {each.device for each in tensors if each.dim() or each.device.type == NAME}
     if len(where) > 1:
         raise RuntimeError(f"{op}: expected all tensors to be on the same device, not on {where}")
@@ -423,7 +425,7 @@ def _lifted(
     beside: dict[int, torch.Tensor],
     device: torch.device | None,
 ) -> torch.Tensor:
-    """What the CPU's kernel returned: on the device an argument, a view of one, or a new tensor."""
+    """Move a CPU kernel's result to the device: an argument, a view of one, or a new tensor."""
     devices = _devices()
     for original in mine:
         if beside[id(original)] is result:
@@ -445,17 +447,17 @@ def _lifted(
     return made
 
 
-# What a C++ device guard would tell torch.
+# What a device guard in C++ would answer to torch.
 
 
 def current_device() -> int:
-    """The current device's index in this thread; to ask is to initialise, as torch does it."""
+    """Return this thread's current device index; initializes the device, as in torch."""
     _devices().is_initialized = True
     return _devices().here.index
 
 
 def set_device(device: torch.device | str | int) -> None:
-    """Change it."""
+    """Change the current device."""
     index = device if isinstance(device, int) else torch.device(device).index
     if not 0 <= index < COUNT:
         raise RuntimeError(f"there is no {NAME}:{index}, only {COUNT} devices")
@@ -464,7 +466,7 @@ def set_device(device: torch.device | str | int) -> None:
 
 
 def current_stream(index: int | None = None) -> torch.Stream:
-    """The stream on which this thread queues what concerns a device."""
+    """Return the stream on which this thread queues operations of a device."""
     devices = _devices()
     at = current_device() if index is None else index
     devices.is_initialized = True
@@ -472,13 +474,13 @@ def current_stream(index: int | None = None) -> torch.Stream:
 
 
 def set_stream(stream: torch.Stream) -> None:
-    """Make it the current one of its device, and that the current device, as torch does."""
+    """Make a stream current on its device, and that device current, as torch does."""
     _devices().here.streams[stream.device_index] = stream
     set_device(stream.device_index)
 
 
 def stream(stream: Stream | None) -> contextlib.AbstractContextManager[object]:
-    """A block in which a stream is the current one; no change for None."""
+    """Make a stream current in a block; None changes nothing."""
     return contextlib.nullcontext() if stream is None else stream
 
 
@@ -488,22 +490,22 @@ def synchronize(index: int | None = None) -> None:
 
 
 def is_available() -> bool:
-    """Whether there is such a device: always."""
+    """Return True."""
     return True
 
 
 def device_count() -> int:
-    """How many there are."""
+    """Return the number of devices."""
     return COUNT
 
 
 def is_initialized() -> bool:
-    """Whether this process has used one, or has asked which is current."""
+    """Return whether this process has used a device, or asked which is current."""
     return _devices().is_initialized or bool(_devices().contexts)
 
 
 def memory_allocated(index: int) -> int:
-    """How many bytes of a device are in use."""
+    """Return the bytes in use on a device."""
     return _devices().in_use(index)
 
 
@@ -512,24 +514,24 @@ def _is_in_bad_fork() -> bool:
 
 
 def manual_seed_all(_seed: int) -> None:
-    """Nothing: its random numbers are the CPU's."""
+    """Do nothing: its random numbers are the CPU's."""
 
 
-# What only tests ask.
+# For tests only.
 
 
 def contexts() -> set[int]:
-    """The devices that this process has used, whether for memory or for a stream."""
+    """Return the devices that this process has used, whether for memory or for a stream."""
     return set(_devices().contexts)
 
 
 def allocations(index: int) -> int:
-    """How many pieces of memory were ever taken on a device."""
+    """Return the total number of allocations on a device."""
     return _devices().allocated[index]
 
 
 def queued() -> list[Queued]:
-    """What was queued since this was last asked, oldest first."""
+    """Return what was queued since the last call, oldest first."""
     noted = list(_devices().queued)
     _devices().queued.clear()
     return noted
@@ -537,14 +539,14 @@ def queued() -> list[Queued]:
 
 @contextlib.contextmanager
 def room(index: int, nbytes: int) -> Iterator[None]:
-    """A block in which only so many bytes more can be allocated on a device."""
+    """Let a device allocate only this many bytes more in the block."""
     _devices().room[index] = memory_allocated(index) + nbytes
     yield
     del _devices().room[index]
 
 
 def content(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the CPU over the bytes of one on a device: how its backend reaches them."""
+    """Return a CPU tensor over a device tensor's bytes, as the backend uses it."""
     return _devices().content(tensor)
 
 
@@ -554,12 +556,12 @@ def launch(
     writes: Sequence[torch.Tensor],
     on: torch.Stream | None = None,
 ) -> None:
-    """Queue a step of the backend's; see ``_Devices.launch``."""
+    """Queue a step of the backend; see ``_Devices.launch``."""
     _devices().launch(name, reads, writes, on)
 
 
 def wait_for(other: torch.Stream) -> None:
-    """The current stream waits for another one of its device."""
+    """Let the current stream wait for another one of its device."""
     _devices().order(_key(other), _key(current_stream(other.device_index)))
 
 
@@ -581,9 +583,9 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
 
 @functools.cache
 def set_up() -> None:
-    """Make this process know the device; nothing undoes it."""
-    # The guard in C++ that torch has for Python answers 0 and the default stream whatever is
-    # current, so who asks it from Python is answered here. Nothing in C++ need ask.
+    """Register the device in this process, permanently."""
+    # torch's guard for Python is in C++ and always answers 0 and the default stream, so these
+    # functions answer calls from Python instead. Nothing in C++ needs to ask.
     accelerator: Any = torch._C
     accelerator._accelerator_getDeviceIndex = current_device
     accelerator._accelerator_setDeviceIndex = lambda index: (
@@ -603,7 +605,7 @@ def set_up() -> None:
 
 @functools.cache
 def _register_kernels() -> tuple[torch.library.Library, torch.library.Library]:
-    """Kept, because a library that is let go takes its kernels along."""
+    """Return the libraries to keep, because deleting a library removes its kernels."""
     aten, all_others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     for name, kernel in {
         "empty.memory_format": _empty_memory_format,
@@ -616,7 +618,7 @@ def _register_kernels() -> tuple[torch.library.Library, torch.library.Library]:
     }.items():
         aten.impl(name, kernel, "PrivateUse1")
     all_others.fallback(_by_the_cpu, "PrivateUse1")
-    # Torch would resolve a lazy conjugate by a copy of it, and that by a copy, and so on.
+    # Torch would resolve a lazy conjugate by copying it, which copies it again, and so on.
     for lazily in ("Conjugate", "Negative"):
         aten.impl("_copy_from", torch.library.fallthrough_kernel, lazily)
     return aten, all_others
@@ -630,7 +632,7 @@ def _exchange_device(index: int) -> int:
 
 
 def _on_the_current_device(to: Any) -> Any:
-    """``Tensor.to`` for which a device without an index is the current one."""
+    """Return a ``Tensor.to`` for which a device without an index is the current one."""
 
     def indexed(argument: Any) -> Any:
         is_device = isinstance(argument, (str, torch.device))

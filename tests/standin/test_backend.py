@@ -1,4 +1,4 @@
-"""The stand-in backend is as strict as NCCL, and says what NCCL would hang at."""
+"""The stand-in backend is as strict as NCCL, and raises where NCCL would hang."""
 
 from datetime import timedelta
 
@@ -65,7 +65,7 @@ def test_it_insists_on_its_device_its_stream_and_the_same_order() -> None:
     mine.add_(1)
     with Stream(), pytest.raises(RuntimeError, match="has not waited for it"):
         backend._allgather_base(torch.empty(32, device="standin"), mine)
-    # None of these has moved anything, so the ranks are in step.
+    # None of these transferred anything, so the ranks are still in step.
     work = backend.broadcast(mine, 0)
     with pytest.raises(
         RuntimeError, match=r"copy from standin to cpu on stream 0 .* has not waited for it"
@@ -94,8 +94,8 @@ def test_it_fails_and_stalls_on_demand() -> None:
         with pytest.raises(RuntimeError, match="unhandled system error"):
             backend.broadcast(mine, 0).wait()
         torch.accelerator.synchronize()
-        backend.broadcast(mine, 0).wait()  # once
-    # Who stalls keeps the other for as long as the group lets it.
+        backend.broadcast(mine, 0).wait()  # only once
+    # A stalled rank blocks the other until the group's timeout.
     if rank:
         backend.set_timeout(timedelta(seconds=1))
         with pytest.raises(RuntimeError, match="timed out"):
@@ -107,7 +107,7 @@ def test_it_fails_and_stalls_on_demand() -> None:
         say("given up")
     else:
         hear("given up")
-    # Who comes later does not wait in Gloo for one that has given up.
+    # A rank that comes later does not wait in Gloo for one that has given up.
     for said in ("timed out", "aborted") if rank == 0 else ():
         with pytest.raises(RuntimeError, match=said):
             backend.broadcast(mine, 0)

@@ -1,4 +1,4 @@
-"""The stand-in device is as strict as its tests of objcomm need it to be."""
+"""The stand-in device is as strict as the tests that use it need."""
 
 import ctypes
 import faulthandler
@@ -26,7 +26,7 @@ def test_nothing_is_used_until_something_is() -> None:
     assert torch.accelerator.current_accelerator() == torch.device("standin")
     assert torch.accelerator.device_count() == device.COUNT
     assert torch.accelerator.current_device_index() == 0
-    assert device.is_initialized()  # as torch's own types are by being asked
+    assert device.is_initialized()  # querying initializes, as for torch's own device types
     torch.accelerator.set_device_index(2)
     assert device.contexts() == set()
     torch.ones(3).to("standin")
@@ -87,7 +87,7 @@ def test_the_cpu_reads_nothing_by_accident() -> None:
     child = os.fork()
     if not child:
         faulthandler.disable()
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # else where cores are kept one stays
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core file, on machines that keep them
         ctypes.string_at(there.data_ptr(), 1)
         os._exit(0)  # not reached
     _, status = os.waitpid(child, 0)
@@ -131,7 +131,7 @@ def test_streams_note_what_is_queued_and_must_wait_for_each_other() -> None:
     side = Stream(0)
     with side:
         assert torch.accelerator.current_stream() == side
-        there.add_(1)  # what was waited for is free
+        there.add_(1)  # no wait is needed again
         with pytest.raises(RuntimeError, match="stream 1 of standin:0 uses what stream 0 of"):
             later.add_(1)
         side.wait_stream(Stream(0, number=0))
@@ -179,7 +179,7 @@ def test_what_is_allocated_is_counted_and_may_be_limited() -> None:
     assert device.memory_allocated(0) == 0
     del there
     gc.collect()
-    assert device.memory_allocated(1) == 400  # a view holds it
+    assert device.memory_allocated(1) == 400  # kept by a view
     with (
         device.room(1, 300),
         pytest.raises(torch.OutOfMemoryError, match="no room for 400 bytes"),

@@ -1,7 +1,7 @@
-"""What goes wrong on the devices ends as docs/guide/failures.md says: raised by whoever waits.
+"""Faults on devices end as docs/guide/failures.md says: every waiting rank raises.
 
-A wait on a device ends by the backend's own limit, or when its watchdog aborts it: here as soon as
-another rank has said that it fails.
+A wait on a device ends at the backend's own timeout, or when its watchdog aborts it: here as soon
+as another rank has announced its failure.
 """
 
 import functools
@@ -28,7 +28,7 @@ from tests.waits import PATIENCE_S, wait_until
 LARGE = 100_000  # elements, so that the member does not fit into the window
 METHODS = ("broadcast", "send", "recv", "alltoall_base", "_allgather_base")
 
-#: One call for each way in which tensors move over the devices.
+#: One call for each way in which tensors are transferred between devices.
 CALLS: dict[str, Callable[..., Any]] = {
     **{name: OPERATIONS[name] for name in ("broadcast", "gather", "all_gather", "all_to_all")},
     "all_reduce": lambda obj, **options: objcomm.all_reduce(obj, "sum", **options),
@@ -37,14 +37,14 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 def group_that_has_met() -> tuple[Any, Backend]:
-    """A new group of all ranks, and its backend."""
+    """Return a new group of all ranks that has connected, and its backend."""
     group = dist.new_group()
     objcomm.barrier(group=group)
     return group, joined_by(group)
 
 
 def abort_when(topic: str, backend: Backend) -> threading.Thread:
-    """Do what a watchdog does, once a rank has said so."""
+    """Abort as a watchdog does, once a rank has announced ``topic``."""
 
     def watch() -> None:
         hear(topic)
@@ -56,7 +56,7 @@ def abort_when(topic: str, backend: Backend) -> threading.Thread:
 
 
 def assert_next_group_works() -> None:
-    """On the devices, and beside them."""
+    """Check groups with tensors on the devices and without."""
     assert_group_works()
     group = dist.new_group()
     got = objcomm.all_gather(torch.full((LARGE,), objcomm.rank()).to("standin"), group=group)
@@ -65,7 +65,7 @@ def assert_next_group_works() -> None:
 
 
 def fail_in(name: str, who: int, fault: str) -> None:
-    """One call on a group of its own, in which the backend fails or stalls on one rank."""
+    """Make one call on a new group, in which the backend fails or stalls on one rank."""
     rank, topic = objcomm.rank(), f"{name} {who}"
     group, backend = group_that_has_met()
     acted = []
@@ -76,7 +76,7 @@ def fail_in(name: str, who: int, fault: str) -> None:
             raise RuntimeError("unhandled system error")
         say(f"{topic} acted")
         for other in set(range(objcomm.world_size())) - {who}:
-            hear(f"{topic} ended on {other}")  # while this one stands still
+            hear(f"{topic} ended on {other}")  # until then this one stalls
 
     if rank == who:
         for method in METHODS:
@@ -88,17 +88,18 @@ def fail_in(name: str, who: int, fault: str) -> None:
     except TransportError as raised:
         error = raised
     if rank == who and fault != "stalls":
-        say(f"{topic} acted")  # now, so that its own error was first
+        say(f"{topic} acted")  # only now, so that its own error came first
     say(f"{topic} ended on {rank}")
     watchdog.join(PATIENCE_S)
     if rank == who:
         assert acted == [fault]
         assert error
         assert fault == "stalls" or "unhandled system error" in str(error)
-    # Who has not waited hears of it in its next call; to who has, the group is broken.
+    # A rank that has not waited raises in its next call; for one that has raised, the group is
+    # broken.
     with pytest.raises(BrokenGroupError if error else TransportError):
         objcomm.barrier(group=group)
-    tell_all(f"{topic} over", "")  # nobody's group goes before all have asked
+    tell_all(f"{topic} over", "")  # no rank destroys its group before all have called
 
 
 @ranks(2, 3, joined=False)
@@ -146,7 +147,7 @@ def test_a_backend_that_is_asked_in_another_order() -> None:
     else:
 
         def interfere() -> None:
-            """A call of the program's own, which the other rank does not make."""
+            """Make a call of the program that the other rank does not make."""
             with pytest.raises(RuntimeError, match="different calls") as caught:
                 dist.broadcast(own, 0, group=group)
             errors.append(str(caught.value))
@@ -195,14 +196,14 @@ def test_what_fails_before_the_devices_move_leaves_them_in_step() -> None:
     for name in ("gather", "all_gather", "all_to_all"):
         with case(name):
             calls = len(joined_by().made)
-            given = (mine, (each for each in [1])) if rank == last else mine  # can't be pickled
+            given = (mine, (each for each in [1])) if rank == last else mine  # cannot be pickled
             if rank in {0, last} or name != "gather":
                 with pytest.raises(CollectiveError) as caught:
                     OPERATIONS[name](given)
                 assert list(caught.value.failures) == [last]
             else:
                 assert OPERATIONS[name](given) is None
-            assert len(joined_by().made) == calls or name == "gather"  # the others' have moved
+            assert len(joined_by().made) == calls or name == "gather"  # others have transferred
             assert [int(each[0].cpu()) for each in objcomm.all_gather(mine)] == [*range(last + 1)]
     assert_group_works()
 
@@ -230,7 +231,7 @@ def test_a_receiver_without_room_on_its_device() -> None:
 def test_a_model_that_can_not_be_packed_on_one_rank() -> None:
     join()
     rank, last = objcomm.rank(), objcomm.world_size() - 1
-    # Room for less is taken for granted.
+    # Smaller allocations are assumed to succeed.
     tensors = [torch.full((4 * LARGE,), float(rank)).to("standin") for _ in range(2)]
     objcomm.barrier()
     for call in (objcomm.models.broadcast_tensors, objcomm.models.average_tensors):

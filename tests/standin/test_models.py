@@ -1,4 +1,4 @@
-"""Models and trees on the devices: what comes out is, bit by bit, what comes out on the CPU."""
+"""Models and trees on the devices: results are bitwise the same as on the CPU."""
 
 import copy
 from typing import Any
@@ -20,21 +20,21 @@ LARGE = 100_000  # elements, so that the member does not fit into the window
 
 
 def network() -> torch.nn.Module:
-    """Something with parameters large and small, and buffers of both kinds."""
+    """Return a model with large and small parameters, and buffers of both kinds."""
     return torch.nn.Sequential(
         torch.nn.Linear(40, 300), torch.nn.BatchNorm1d(300), torch.nn.Linear(300, 2)
     )
 
 
 def sent_nbytes(group: Any = None) -> int:
-    """What this rank has sent over objcomm's own connections."""
+    """Return the bytes this rank has sent over objcomm's own connections."""
     return sum(each.sent_nbytes for each in objcomm.stats(group).values())
 
 
 @ranks(1, 2, 3, 4, joined=False)
 def test_a_model_learns_as_it_does_on_the_cpu() -> None:
     join()
-    device.set_device(0)  # torch's autograd knows no other of a device made in Python
+    device.set_device(0)  # torch's autograd knows no other device written in Python
     rank, size = objcomm.rank(), objcomm.world_size()
     torch.manual_seed(rank)
     there = network()
@@ -73,9 +73,9 @@ def test_gradients_are_averaged_on_the_devices() -> None:
     parameters = [torch.nn.Parameter(torch.ones(each).to("standin")) for each in (3, LARGE, 0, 40)]
     for at, parameter in enumerate(parameters[:-1]):
         parameter.grad = torch.full_like(parameter, rank + at)
-    if rank == 0:  # where only some have one
+    if rank == 0:  # a gradient on one rank only
         parameters[-1].grad = torch.full_like(parameters[-1], 6.0)
-    frozen = torch.nn.Parameter(torch.ones(3).to("standin"))  # and where nobody has
+    frozen = torch.nn.Parameter(torch.ones(3).to("standin"))  # a gradient on no rank
     device.queued()
     sent = sent_nbytes()
     objcomm.models.sync_gradients([*parameters, frozen])

@@ -1,4 +1,4 @@
-"""Tensors inside of objects go from device to device, and arrive on the receiver's current one."""
+"""Tensors in objects go from device to device, and arrive on the receiver's current one."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ WITH_FUNCTION = {"reduce", "all_reduce", "reduce_scatter", "scan", "exscan"}
 
 
 def weights(at: torch.device | str, seed: int = 0) -> dict[str, Any]:
-    """Tensors small and large, on both kinds of device, tied and with holes."""
+    """Return small and large tensors, on both kinds of device, tied and non-contiguous."""
     large = torch.arange(LARGE).to(at) + seed
     return {
         "small": torch.full((3,), seed, dtype=torch.bfloat16).to(at),
@@ -38,7 +38,7 @@ def weights(at: torch.device | str, seed: int = 0) -> dict[str, Any]:
 
 
 def assert_arrived(got: Any, seed: int) -> None:
-    """What ``weights`` gave on another rank, each member on its type of device here."""
+    """Check that it equals ``weights`` of another rank, with each tensor on its device type."""
     assert_same(fetched(got), fetched(weights("cpu", seed)), sharing=False)
     on_device = [each for name, each in got.items() if name not in {"on the host", "lr"}]
     assert set(devices_in(on_device)) == {own_device()}
@@ -101,9 +101,7 @@ def test_no_large_member_touches_the_cpu() -> None:
         sent = sum(each.sent_nbytes for each in objcomm.stats().values())
         with case(name):
             got = OPERATIONS[name](mine)
-            # A function may change its operands, so it gets a copy of this rank's own, which the
-            # codec makes in CPU memory.
-            # A function may change its operands, so it gets copies, which the codec makes in CPU
+            # A function may change its operands, so it gets copies, which the codec creates in CPU
             # memory.
             assert copies() == [] or name in WITH_FUNCTION
             assert any(objcomm.all_gather(len(joined_by().made) > calls))
@@ -129,7 +127,7 @@ def test_messages_between_two_ranks_carry_them_too() -> None:
                 objcomm.send(mine, dst)
             if rank == dst:
                 assert_arrived(objcomm.recv(src), src)
-    # In another order than they were sent, and by whoever comes.
+    # Not in the order in which they were sent, and from any rank.
     after, before = (rank + 1) % size, (rank - 1) % size
     works = [objcomm.isend(weights(own_device(), tag), after, tag=tag) for tag in (1, 2, 3)]
     for tag in (3, 1, 2):
@@ -167,7 +165,7 @@ def test_device_brings_members_to_the_cpu_or_takes_them_over_the_devices() -> No
     rank, size = objcomm.rank(), objcomm.world_size()
     mine = weights(own_device(), rank)
     for root in range(size):
-        # Only one of the receivers wants it.
+        # Only one of the receivers wants the CPU.
         wants = rank == (root + 1) % size
         got: Any = objcomm.broadcast(
             mine if rank == root else None, root, device="cpu" if wants else None
@@ -178,7 +176,7 @@ def test_device_brings_members_to_the_cpu_or_takes_them_over_the_devices() -> No
     calls = len(joined_by().made)
     got = objcomm.broadcast(on_host if objcomm.is_main() else None)
     assert got["w"].device.type == "cpu"
-    assert len(joined_by().made) == calls  # nobody asked for it
+    assert len(joined_by().made) == calls  # no rank asked for it
     got = objcomm.broadcast(on_host if objcomm.is_main() else None, device="standin")
     assert len(joined_by().made) == calls + 2
     assert rank == 0 or got["w"].device == own_device()
@@ -215,7 +213,7 @@ def test_groups_with_and_without_a_backend_for_the_device() -> None:
             if "gloo" not in name:
                 assert joined_by(group).made
             assert_group_works(group)
-    # A group that objcomm makes has its parent's backends.
+    # A group that objcomm creates has its parent's backends.
     part = objcomm.split(0)
     assert_arrived(objcomm.broadcast(mine, group_src=1, group=part), 1)
     assert joined_by().made == []
@@ -249,7 +247,7 @@ def test_who_uses_no_device_makes_no_context_on_one() -> None:
     objcomm.models.broadcast_model(model)
     objcomm.barrier()
     assert device.contexts() == set()
-    # The first tensor on one is another matter.
+    # The first tensor on a device creates a context.
     objcomm.broadcast(torch.ones(LARGE).to("standin") if objcomm.is_main() else None)
     assert device.contexts() == {device.current_device()}
 
@@ -269,7 +267,7 @@ def test_memory_of_the_device_is_given_back() -> None:
             assert device.memory_allocated(at) == before
     objcomm.all_reduce({"w": mine}, "sum")
     assert device.memory_allocated(at) == before
-    # What stays on the CPU takes none.
+    # Tensors on the CPU take no device memory.
     pieces = device.allocations(at)
     objcomm.all_gather({"w": torch.ones(LARGE), "raw": bytes(LARGE)})
     objcomm.broadcast({"w": torch.ones(LARGE)}, objcomm.world_size() - 1)
@@ -293,13 +291,13 @@ def test_what_is_sent_is_what_the_current_stream_will_have_computed() -> None:
         later = work.wait()
         assert [int(each["w"][-1].cpu()) for each in later] == list(range(size))
         assert int(total[0].cpu()) == sum(range(size))
-    # The call's thread has gone on where the caller was: on its device, and on its stream.
+    # The call's thread continued on the caller's device and stream.
     own = device.current_device()
     on = {(each.device, each.stream) for each in device.queued() if "standin::" in each.name}
     assert (own, side.stream_id) in on
     assert (own, 0) not in on
     assert {index for index, _ in on} == {own}
-    # Several at a time, each from a stream of its own.
+    # Several concurrent calls, each from a separate stream.
     group = dist.new_group()
     streams = [device.Stream() for _ in range(2)]
     works = []

@@ -1,4 +1,4 @@
-"""Messages between the devices of two ranks: what goes which way, in which order, how it ends."""
+"""Messages between the devices of two ranks: the path of each, their order, and how they end."""
 
 import os
 import re
@@ -26,24 +26,24 @@ LARGE = 50_000  # elements, so that the member does not fit into the window
 
 
 def join(*, timeout_s: float = 120.0) -> None:
-    """Join over the stand-in, as one of the backends whose messages have no order with others."""
+    """Join with the stand-in as one of the backends whose messages are not ordered with others."""
     worlds.join(timeout_s=timeout_s)
     device_links.PAIRWISE = frozenset({device.NAME})  # in this process only
 
 
 def filled(number: int, numel: int = LARGE) -> torch.Tensor:
-    """A tensor on the current device."""
+    """Return a tensor on the current device."""
     return torch.full((numel,), number).to("standin")
 
 
 def assert_filled(tensor: torch.Tensor, number: int, numel: int = LARGE) -> None:
-    """It is what ``filled`` gave on the other rank, on this one's current device."""
+    """Check that it equals ``filled`` of the other rank, on this rank's current device."""
     assert tensor.device == torch.device("standin", device.current_device())
     assert torch.equal(tensor.cpu(), torch.full((numel,), number))
 
 
 def transfers() -> list[str]:
-    """What this rank's backend has sent and received, in order: ``"400000, 0 to 1"``."""
+    """Return the backend's transfers on this rank, in order: ``"400000, 0 to 1"``."""
     form = re.compile(r"(?:send|recv): (\d+) of .*, (\d to \d)")
     return [f"{each[1]}, {each[2]}" for each in map(form.fullmatch, joined_by().made) if each]
 
@@ -81,7 +81,7 @@ def test_all_that_came_to_the_device_is_handed_to_the_streams_of_the_receiver() 
     if here().rank == 0:
         objcomm.send([filled(1), filled(2, 5), torch.zeros(7)], 1)
     else:
-        with mock.patch.object(call, "_hand_to_current", wraps=call._hand_to_current) as hand:  # noqa: SLF001  # what no stand-in can show
+        with mock.patch.object(call, "_hand_to_current", wraps=call._hand_to_current) as hand:  # noqa: SLF001  # no stand-in can show it
             objcomm.recv(0)
         (flats, _), _ = hand.call_args
         assert [flat.numel() // 4 for flat in flats] == [2 * LARGE, 2 * 5]
@@ -119,7 +119,7 @@ def test_many_in_flight_move_in_one_order_for_both_ranks() -> None:
         for number in range(6)
         for peer in others
     ]
-    # Each rank takes them in another order than they were sent in, and than another rank does.
+    # Each rank receives them in another order than they were sent in, and than other ranks do.
     numbers = [(5 * each + rank) % 6 for each in range(6)]
     works = {
         (number, peer): objcomm.irecv(peer, tag=number) for number in numbers for peer in others
@@ -145,10 +145,10 @@ def test_who_waits_behind_a_slow_transfer_is_in_no_circle() -> None:
     if here().rank == 0:
         hear("both are begun")
         works = [objcomm.isend(filled(number), 1, tag=number) for number in range(2)]
-        works[1].wait()  # not taken yet: the other one is under way
+        works[1].wait()  # not received yet: the other transfer is in progress
         works[0].wait()
     else:
-        # Long enough for the watchdog to look twice.
+        # Long enough for two checks of the watchdog.
         joined_by().interrupt("recv", lambda: time.sleep(4))
         received = [objcomm.irecv(0, tag=number) for number in range(2)]
         say("both are begun")
@@ -176,11 +176,11 @@ def test_what_a_stream_has_computed_is_sent_and_what_arrives_can_be_used_on_one(
             numbers = torch.zeros(LARGE, dtype=torch.int64, device="standin")
             numbers += 8
             work = objcomm.isend(numbers, 1)
-            numbers_after = filled(1)  # queued since, on the same stream
+            numbers_after = filled(1)  # queued later on the same stream
             work.wait()
             assert_filled(numbers_after, 1)
         else:
-            # The stand-in raises where a stream uses what another one has written meanwhile.
+            # The stand-in raises if a stream uses what another one has written without waiting.
             assert_filled(objcomm.recv(0) + 1, 9)
         assert torch.accelerator.current_stream() == stream
 
@@ -260,7 +260,7 @@ def test_a_limit_ends_a_transfer_that_stalls(stalled: str) -> None:
         error_in(TransportTimeout, lambda: objcomm.send(filled(1), 1, timeout=1))
     else:
         error_in(TransportError, lambda: objcomm.recv(0, timeout=30))
-    tell_all("ended", "")  # what stalls may still arrive, once it goes on
+    tell_all("ended", "")  # a stalled transfer may still complete once it resumes
     is_over.set()
 
 
