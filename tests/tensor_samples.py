@@ -1,4 +1,4 @@
-"""Tensors, modules and arrays that must arrive as they were sent. Adds to `samples.SAMPLES`."""
+"""Tensors, modules and arrays that must arrive unchanged. Adds to `samples.SAMPLES`."""
 
 import functools
 import warnings
@@ -18,17 +18,17 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.flo
 
 
 class Labelled(torch.Tensor):
-    """A subclass of a user's own."""
+    """A user's subclass."""
 
     label: object
 
 
 class Weight(torch.nn.Parameter):
-    """A parameter of a user's own."""
+    """A user's parameter class."""
 
 
 def _every_byte(dtype: torch.dtype) -> torch.Tensor:
-    """All bit patterns of fp8, its nan among them, and many of the wider types."""
+    """Return all bit patterns of fp8, including nan, and many of the wider types."""
     return torch.arange(256, dtype=torch.uint8).view(dtype)
 
 
@@ -91,14 +91,14 @@ def _sparse(indices: list[Any], values: list[Any], *shape: int) -> torch.Tensor:
 
 
 def _quietly(make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Make a tensor of a layout that torch warns about once, because it is new."""
+    """Create a tensor of a layout that torch warns about once, because it is new."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return make()
 
 
 def _with_attribute(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.label = {"kept": [1, (2,)]}  # type: ignore[attr-defined]  # of a program's own
+    tensor.label = {"kept": [1, (2,)]}  # type: ignore[attr-defined]  # an attribute of a user's program
     return tensor
 
 

@@ -1,4 +1,4 @@
-"""The rooms: each imports from lower ones only. This table is the one of the documentation."""
+"""Rooms import only from lower rooms. The table is the one in the documentation."""
 
 import ast
 import functools
@@ -11,7 +11,7 @@ import pytest
 from tests.modules import MODULES, PACKAGE
 
 ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
-# A room may import from rooms on lower floors, which stand above it here, and from itself.
+# A room may import from rooms on lower floors, which are listed above it here, and from itself.
 FLOORS = [
     ["errors"],
     ["_config", "_environment"],
@@ -29,8 +29,8 @@ FLOORS = [
     ["__main__", "compat", "demo", "run"],
 ]
 FLOOR = {room: number for number, floor in enumerate(FLOORS, 1) for room in floor}
-# Only the transport, and the link between accelerators, may start a transfer; the demo compares
-# with torch. Only the world tells which ranks a group has.
+# Only the transport and the link between accelerators may start a transfer; the demo compares with
+# torch. Only the world may ask for a group's ranks.
 COMMUNICATION = {
     "all_gather",
     "all_reduce",
@@ -45,18 +45,18 @@ TRANSLATION = {"get_process_group_ranks", "get_global_rank", "get_group_rank"}
 
 
 def room_of(name: str) -> str:
-    """The folder or file right below the package in which a module stands."""
+    """Return the folder or file directly below the package that contains a module."""
     return name.partition(".")[0] or "__init__"
 
 
 @functools.cache
 def nodes_of(path: Path) -> list[ast.AST]:
-    """All that a file's code consists of."""
+    """List the AST nodes of a file."""
     return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 def imported_by(path: Path) -> set[str]:
-    """First-party modules that a file imports, wherever the import stands."""
+    """List the first-party modules that a file imports, anywhere in it."""
     found = set()
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
@@ -77,7 +77,7 @@ def imported_by(path: Path) -> set[str]:
 
 
 def calls_on_torch_distributed(path: Path) -> set[str]:
-    """Attributes of ``torch.distributed`` that a file calls."""
+    """List the attributes of ``torch.distributed`` that a file calls."""
     return {
         node.func.attr
         for node in nodes_of(path)
@@ -103,7 +103,7 @@ def test_the_table_names_every_room_and_no_other() -> None:
 
 
 def test_a_stranger_can_read_the_tree() -> None:
-    """What the rooms are for; see the documentation."""
+    """This is the purpose of the rooms; see the documentation."""
     assert len([room for room in FLOOR if (PACKAGE / room).is_dir()]) <= 13
     private = [path for path in PACKAGE.glob("_*.py") if not path.name.startswith("__")]
     assert len(private) <= 4

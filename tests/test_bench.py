@@ -37,7 +37,7 @@ _ABOUT = {"about": {"processor": "abacus", "cores": "2"}}
 
 @pytest.fixture(autouse=True)
 def _declared() -> None:
-    """Import what declares the cases: it takes seconds, and pytest always reads this file."""
+    """Import the cases here: it takes seconds, and pytest always reads this file."""
     import bench.suites  # noqa: F401, PLC0415  # see above
 
 
@@ -114,7 +114,7 @@ def test_merging_tallies_changes_neither() -> None:
 
 
 @pytest.mark.parametrize(("ours", "met"), [(0.19, True), (0.20, True), (0.21, False)])
-def test_a_target_is_met_at_its_limit_and_missed_above(ours: float, met: bool) -> None:  # noqa: FBT001  # parametrised
+def test_a_target_is_met_at_its_limit_and_missed_above(ours: float, met: bool) -> None:  # noqa: FBT001  # parametrized
     results = Results.of([_ABOUT, _row("objcomm", ours), _row("torch", 1.0)])
     (found,) = results.judgements()
     assert (found.value, found.is_met) == (ours, met)
@@ -267,7 +267,7 @@ def test_a_smoke_run_of_steps_measures_objcomm_and_torch_beside_a_ring(
     assert all(row["median"] > 0 for row in rows)
     busy = [row["median"] for row in rows if row["metric"] == PROCESSOR_SHARE]
     assert len(busy) == 2 * 3
-    assert max(busy) < 2.1  # of two ranks, each of one thread that computes
+    assert max(busy) < 2.1  # two ranks with one computing thread each
 
 
 def test_a_smoke_run_takes_two_payloads_of_many(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_a_smoke_run_with_many_ranks_measures_objcomm_and_torch(
 
 
 def test_a_forked_rank_that_fails_is_named_and_ends_the_others(tmp_path: Path) -> None:
-    # By a process of its own: this one has threads.
+    # In a separate process: this one has threads.
     program = tmp_path / "program.py"
     program.write_text(
         "import os, sys, time\n"
@@ -330,14 +330,14 @@ def test_a_forked_rank_that_fails_is_named_and_ends_the_others(tmp_path: Path) -
 
 
 class _MustWaitError(Exception):
-    """Raised where a place at a ring would wait."""
+    """Raised where a place on a ring would wait."""
 
 
 @contextlib.contextmanager
 def _ring(
     readers: int, *, chunks: int = 2, chunk_nbytes: int = 64, spin_seconds: float = 60.0
 ) -> Iterator[list[Ring]]:
-    """The writer's place and those of the readers."""
+    """Yield the writer's place and the readers' places."""
     size = block_nbytes(readers, chunks, chunk_nbytes)
     block = SharedMemory(create=True, size=size)
     try:

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md names what there is: files, names in them, commands; and its codec is one."""
+"""CONTRIBUTING.md names existing files, tests and commands, and its example codec works."""
 
 import importlib.util
 import re
@@ -75,5 +75,5 @@ def test_the_codec_of_the_page_keeps_the_contract() -> None:
         each for each in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "Json" in each
     )
     page: dict[str, Any] = {}
-    exec(compile(block, "CONTRIBUTING.md", "exec"), page)  # noqa: S102  # what it is for
+    exec(compile(block, "CONTRIBUTING.md", "exec"), page)  # noqa: S102  # its purpose
     check_codec(page["Json"], lambda: [{"lr": 0.1, "layers": [64, 10]}, [], None, "é"], object())

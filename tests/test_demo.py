@@ -16,10 +16,11 @@ from objcomm.demo.config import SAMPLE, ConfigError, read_config
 from tests.once import once
 from tests.printed import without_look_ups
 
-# Whatever needs scikit-learn is imported where it is used: that takes seconds, and pytest reads
-# this file also where none of it is run.
+# scikit-learn is imported only where it is used: that takes seconds, and pytest reads this file
+# even if none of it runs.
 
-# Of a hang: two ranks that import torch and scikit-learn at once, on a machine that is busy.
+# Only a hang takes this long: two ranks import torch and scikit-learn at the same time on a busy
+# machine.
 _DEADLINE_S = 280.0
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -37,7 +38,7 @@ class Run:
 
     @property
     def results(self) -> dict[str, Any]:
-        """What it wrote for programs."""
+        """Return the results that it wrote for programs."""
         loaded: dict[str, Any] = json.loads((self.out / "results.json").read_text())
         return loaded
 
@@ -52,7 +53,7 @@ def _run_demo(config: Path, out: Path) -> Run:
 
 @pytest.fixture
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run with the sample config."""
+    """Run the demo with the sample config."""
     run = once(tmp_path_factory, "demo", lambda folder: _run_demo(SAMPLE, folder / "out"))
     assert run.status == 0, run.stderr
     return run
@@ -60,7 +61,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture
 def predictions(finished: Run) -> Columns:
-    """The gathered predictions, as columns."""
+    """Return the gathered predictions, as columns."""
     with np.load(finished.out / "predictions.npz") as columns:
         return dict(columns)
 
@@ -122,7 +123,7 @@ def test_the_table_shows_bytes_and_time_of_every_call(finished: Run) -> None:
 @pytest.mark.long
 def test_rank_0_alone_shows_progress(finished: Run) -> None:
     assert "training on 2 ranks: 100%" in finished.stderr
-    assert len(re.findall(r"\| 0/\d+ \[", finished.stderr)) == 1  # one bar at its start
+    assert len(re.findall(r"\| 0/\d+ \[", finished.stderr)) == 1  # a single progress bar starts
 
 
 @pytest.mark.long

@@ -22,16 +22,16 @@ from tests.ranks import run_on_fresh_ranks
 
 _ROOT = Path(__file__).parents[1]
 
-# Blocks that launch ranks import torch anew, beside other tests that do so.
+# Blocks that launch ranks import torch again, beside other tests that do so.
 _DEADLINE_S = 200.0
 
 
-# Their ranks import torch, which takes seconds: of those that launch, the first will do.
+# Their ranks import torch, which takes seconds, so the quick tests run only the first of them.
 _LAUNCHING = [block.where for block in blocks() if "objcomm.launch(" in block.source]
 
 
 def marks_of(block: Block) -> list[pytest.MarkDecorator]:
-    """A page shows how a limit passes with a short one, by which a busy machine may be late."""
+    """A page shows a timeout with a short one, which a busy machine may overrun."""
     is_timed = "objcomm.TransportTimeout" in block.source and "sleep(" in block.source
     is_long = block.where in _LAUNCHING[1:]
     return [pytest.mark.timed] * is_timed + [pytest.mark.long] * is_long
@@ -52,7 +52,7 @@ def test_a_block_of_the_documentation_runs(block: Block, tmp_path: Path) -> None
     )
 
 
-#: What a page promises, and where the code has the number.
+#: Values that a page promises, and the place of each in the code.
 NUMBERS = [
     (Settings.report_after, "failures", "A call that has waited for {:g} s is [logged]"),
     (Settings.report_after, "multi-host", "`objcomm.configure(report_after=…)` | {:g} s |"),
@@ -99,7 +99,7 @@ def test_a_first_page_says_how_each_of_its_programs_is_started(page: str) -> Non
 def test_a_first_page_runs_on_any_number_of_ranks_with_what_it_installs(
     page: str, size: int, tmp_path: Path
 ) -> None:
-    """``tests.package`` really installs it, and starts as many ranks as the page does."""
+    """``tests.package`` installs it for real, and starts as many ranks as the page does."""
     path = [tmp_path / "without numpy", _ROOT]
     path[0].mkdir()
     (path[0] / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")")

@@ -1,4 +1,4 @@
-"""Every text that objcomm raises stands on the page of errors, where a search finds it."""
+"""Every text that objcomm raises is on the page of errors, where a search finds it."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ _PAGE = _ROOT / "docs" / "errors.md"
 
 
 def documented() -> list[list[str]]:
-    """The messages of the page, each as words."""
+    """Return the messages of the page, each split into words."""
     page = _PAGE.read_text(encoding="utf-8")
     return [words(span) for span in re.findall(r"`([^`\n]+)`", page)]
 
@@ -33,7 +33,7 @@ def test_the_page_has_every_text_that_is_raised() -> None:
 @pytest.mark.parametrize("cls", sorted(EXAMPLES, key=str))
 def test_the_page_has_a_heading_for_every_error(cls: type[BaseException]) -> None:
     page = _PAGE.read_text(encoding="utf-8")
-    is_base = cls.__name__ in {"ObjcommError", "CodecError"}  # never raised themselves
+    is_base = cls.__name__ in {"ObjcommError", "CodecError"}  # never raised itself
     assert is_base or re.search(rf"^### {cls.__name__}\b", page, re.MULTILINE)
 
 

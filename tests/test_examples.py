@@ -1,6 +1,6 @@
-"""Each example under torchrun and alone: the same text, and what it says is true.
+"""Each example under torchrun and alone: the output is the same, and its claims are true.
 
-All run in one process per rank, see ``example_runner``; one of them as a reader would start it.
+All run in one process per rank, see ``example_runner``; one also runs as a reader would start it.
 """
 
 import math
@@ -17,29 +17,30 @@ import pytest
 
 from tests.once import once
 
-# What the examples need is imported where it is used: that takes seconds, and pytest reads this
-# file also where none of it is run.
+# The examples' dependencies are imported only where they are used: that takes seconds, and pytest
+# reads this file even if none of it runs.
 
 _ROOT = Path(__file__).parents[1]
 _EXAMPLES = _ROOT / "examples"
 NAMES = sorted(path.stem for path in _EXAMPLES.glob("[!_]*.py"))
-TIMED = "replace_broadcast_object_list"  # prints other figures each time
+TIMED = "replace_broadcast_object_list"  # its figures vary between runs
 
-# Of a hang: two ranks import torch, scikit-learn, accelerate and Lightning, on a busy machine.
+# Only a hang takes this long: two ranks import torch, scikit-learn, accelerate and Lightning, on a
+# busy machine.
 _DEADLINE_S = 280.0
 
-#: How many ranks are started; 0 means without torchrun. By two the examples' numbers don't divide.
+#: Number of ranks to start; 0 means without torchrun. Two ranks get unequal shares of the data.
 WORLDS = {f"world{size}": size for size in (0, 1, 2)}
-TESTED = 597  # images that the examples do not train on
+TESTED = 597  # images on which the examples do not train
 
 Printed = dict[str, dict[int, str]]
 
 
 def command(world_size: int, *program: str) -> list[str]:
-    """A program's command line: ``python`` or ``torchrun``."""
+    """Return the command line of a program, run by ``python`` or ``torchrun``."""
     if world_size == 0:
         return [sys.executable, *program]
-    # --standalone: a free port, so that no other test's torchrun is met.
+    # --standalone: a free port, so that another test's torchrun does not interfere.
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *(f"--nproc-per-node={world_size}", *program),
@@ -47,7 +48,7 @@ def command(world_size: int, *program: str) -> list[str]:
 
 
 def started(arguments: list[str]) -> str:
-    """What a command printed; its failure is the test's."""
+    """Run a command and return its output; fail if it fails."""
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(_ROOT))
     ended = subprocess.run(
         arguments,
@@ -64,7 +65,7 @@ def started(arguments: list[str]) -> str:
 
 
 def run_all(world_size: int, folder: Path) -> Printed:
-    """What each rank of each example printed."""
+    """Return the output of each rank of each example."""
     trouble = ""
     try:
         started(command(world_size, "-m", "tests.example_runner", str(folder), *NAMES))
@@ -82,7 +83,7 @@ def run_all(world_size: int, folder: Path) -> Printed:
 
 @pytest.fixture
 def printed_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Printed]:
-    """Gives what ranks of one world printed."""
+    """Return a function that gives the output of the ranks of one world."""
     return lambda name: once(
         tmp_path_factory, f"examples-{name}", lambda folder: run_all(WORLDS[name], folder)
     )
@@ -90,7 +91,7 @@ def printed_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Prin
 
 @pytest.fixture(params=WORLDS)
 def printed(request: pytest.FixtureRequest, printed_in: Callable[[str], Printed]) -> Printed:
-    """Each world's."""
+    """Return the output of each world."""
     return printed_in(request.param)
 
 
@@ -118,7 +119,7 @@ def test_a_time_of_both_is_shown(world: str, printed_in: Callable[[str], Printed
 
 
 def found(pattern: str, text: str) -> list[float]:
-    """The numbers in what an example printed, which is this pattern."""
+    """Return the numbers that a pattern finds in an example's output."""
     match = re.fullmatch(pattern, text.strip())
     assert match, text
     return [float(each) for each in match.groups()]
@@ -217,7 +218,7 @@ def test_an_example_is_short_and_says_how_it_is_run(name: str) -> None:
 
 
 def shown(notebook: Any) -> list[str]:
-    """The texts that a notebook's cells print and give."""
+    """List the texts that a notebook's cells print and return."""
     outputs = [each for cell in notebook.cells for each in cell.get("outputs", [])]
     return [each["text"] if "text" in each else each["data"]["text/plain"] for each in outputs]
 
@@ -230,7 +231,7 @@ def test_the_notebook_shows_what_it_gives_when_it_is_run() -> None:
 
     stored = nbformat.read(_EXAMPLES / "notebook.ipynb", as_version=4)  # type: ignore[no-untyped-call]  # it is untyped
     afresh = nbformat.read(_EXAMPLES / "notebook.ipynb", as_version=4)  # type: ignore[no-untyped-call]  # it is untyped
-    # Over TCP Jupyter asks for free ports, and its kernel takes them a second later.
+    # Over TCP Jupyter asks for free ports that its kernel takes only a second later.
     chosen = Config(KernelManager={"transport": "ipc"})
     nbclient.NotebookClient(
         afresh, timeout=_DEADLINE_S, kernel_name="python3", config=chosen
@@ -240,6 +241,6 @@ def test_the_notebook_shows_what_it_gives_when_it_is_run() -> None:
 
 
 def test_the_page_shows_every_program() -> None:
-    """MkDocs includes a file where this mark stands exactly so, and shows anything else as text."""
+    """MkDocs includes a file only if this mark is exact, and otherwise shows the mark as text."""
     page = (_ROOT / "docs" / "examples.md").read_text()
     assert sorted(re.findall(r'^--8<-- "examples/(\w+)\.py"$', page, re.MULTILINE)) == NAMES

@@ -1,4 +1,4 @@
-"""Ranks on several hosts, started by torchrun: what carries, and what is seen of a lost host."""
+"""Ranks on several hosts, started by torchrun: transfers work, and a lost host is noticed."""
 
 import os
 import pickle
@@ -23,17 +23,17 @@ from tests.waits import wait_until
 pytestmark = pytest.mark.long
 
 _PAUSE_S = 0.01
-_PORT = 29400  # each network of hosts has all ports for itself
+_PORT = 29400  # each network of hosts has all ports
 _REACH_S = 1.0
-# So slow that there is time to pull a cable.
+# Slow enough to leave time to pull a cable.
 _MBIT, _SLOW_MBIT = 400.0, 40.0
 
 
 class Job:
-    """One scenario of ``tests/across.py`` under way on all hosts.
+    """One running scenario of ``tests/across.py`` on all hosts.
 
     Attributes:
-        hosts: where it runs.
+        hosts: the hosts that it runs on.
         size: number of ranks.
     """
 
@@ -68,11 +68,11 @@ class Job:
         self.go(point)
 
     def go(self, point: str) -> None:
-        """Let all ranks go on from there."""
+        """Let all ranks continue from there."""
         (self._folder / point).touch()
 
     def results(self) -> tuple["Results", ...]:
-        """What each rank kept, once all have ended."""
+        """Return each rank's results, once all have ended."""
         self.wait(lambda: all(each.poll() is not None for each in self._processes), "the end")
         return self._kept()
 
@@ -84,7 +84,7 @@ class Job:
         return (self._folder / name).exists()
 
     def wait(self, is_so: Callable[[], bool], what: str) -> None:
-        """Wait for something that must happen; where it does not, show what the ranks have said."""
+        """Wait for something that must happen; if it does not, show the ranks' output."""
         while not is_so():
             if time.monotonic() > self._until:
                 self._fail(f"not all ranks came to {what}")
@@ -99,7 +99,7 @@ class Job:
 
 
 class Results(NamedTuple):
-    """What one rank kept."""
+    """The results of one rank."""
 
     given: dict[str, Any]
     seconds: dict[str, float]
@@ -109,9 +109,9 @@ class Finished(NamedTuple):
     """A scenario that has ended.
 
     Attributes:
-        names: of its hosts.
-        ranks: what each rank kept.
-        carried: bytes that hosts' network cards have sent and received during steps.
+        names: the names of its hosts.
+        ranks: the results of each rank.
+        carried: bytes that the hosts' network cards sent and received during steps.
     """
 
     names: list[str]
@@ -123,7 +123,7 @@ class Finished(NamedTuple):
 
 
 def _carried(job: Job, first: str, last: str) -> list[tuple[int, int]]:
-    """What each card has sent and received between two points."""
+    """Return the bytes that each card sent and received between two points."""
     job.reached(first)
     before = [host.carried_nbytes() for host in job.hosts]
     job.go(first)
@@ -195,7 +195,7 @@ def _four(folder: Path) -> Finished:
 
 
 def _cut_under_way(job: Job, point: str) -> None:
-    """Pull the cable when a tenth of a large payload has left the first host."""
+    """Pull the cable once a tenth of a large payload has left the first host."""
     job.reached(point)
     job.hosts.limit(1, _SLOW_MBIT)
     before, _ = job.hosts[0].carried_nbytes()
@@ -208,19 +208,19 @@ def _cut_under_way(job: Job, point: str) -> None:
 
 @pytest.fixture
 def two(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """Two hosts with two ranks each."""
+    """Run on two hosts with two ranks each."""
     return once(tmp_path_factory, "two-hosts", _two)
 
 
 @pytest.fixture
 def four(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """Four hosts with a rank each."""
+    """Run on four hosts with one rank each."""
     return once(tmp_path_factory, "four-hosts", _four)
 
 
 @pytest.fixture(params=["two", "four"])
 def finished(request: pytest.FixtureRequest) -> Finished:
-    """Each number of hosts."""
+    """Return the results for each number of hosts."""
     found: Finished = request.getfixturevalue(request.param)
     return found
 
@@ -248,7 +248,7 @@ def test_hosts_are_told_apart(finished: Finished) -> None:
     ]
     is_first = [rank == first for rank, first in enumerate(firsts)]
     assert finished.all_gave("is_main") == is_first
-    assert finished.all_gave("order") == [not each for each in is_first]  # who finds the mark
+    assert finished.all_gave("order") == [not each for each in is_first]  # others find the mark
 
 
 def test_a_broadcast_crosses_to_each_host_once(finished: Finished) -> None:
@@ -273,7 +273,7 @@ def test_an_error_on_another_host_is_raised_on_every_rank(finished: Finished) ->
 
 
 def _lost(error: object, peers: tuple[int, ...]) -> bool:
-    """Whether it is an error that names the ranks of a lost host."""
+    """Return whether an error names the ranks of a lost host."""
     if not isinstance(error, TransportError) or isinstance(error, TransportTimeout):
         return False
     return error.peers == peers and HOST_LOST in str(error)
@@ -283,7 +283,8 @@ def test_a_lost_host_is_named_on_every_rank_that_waits(two: Finished) -> None:
     assert two.all_gave("waiting: before") == [[0, 1, 2, 3]] * 4
     for error in two.all_gave("waiting")[:2]:
         assert _lost(error, (2, 3)), error
-    # There the store is out of reach, too, so each tells what its own connections show.
+    # There the store is also unreachable, so each error reports what its rank's own connections
+    # show.
     for rank, error in enumerate(two.all_gave("waiting")[2:], 2):
         assert isinstance(error, TransportError)
         assert {0, 1} <= set(error.peers) <= {0, 1, 2, 3} - {rank}, error
@@ -297,7 +298,7 @@ def test_an_outage_while_no_call_waits_ends_nothing(two: Finished) -> None:
 
 
 def test_a_lost_host_is_named_while_the_awaited_rank_computes(two: Finished) -> None:
-    """Rank 0 awaits rank 1, beside it, which makes its call when rank 0 has raised."""
+    """Rank 0 waits for rank 1 on the same host, which makes its call after rank 0 has raised."""
     assert two.all_gave("computing: before") == [[0, 1, 2, 3]] * 4
     for error in two.all_gave("computing")[:2]:
         assert _lost(error, (2, 3)), error
@@ -359,12 +360,12 @@ def test_two_ranks_whose_packets_are_dropped_are_named_on_all(four: Finished) ->
 
 
 def test_the_guides_commands_work(tmp_path: Path) -> None:
-    """In namespaces of their own, so that theirs are seen by nobody else."""
+    """Runs in separate namespaces, so that those of the guide are visible nowhere else."""
     guide = Path(__file__).parents[1] / "docs" / "guide" / "multi-host.md"
     text = guide.read_text()
     (script,) = re.findall(r"^```bash \{hosts\}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     (told,) = re.findall(r"^```text\n(rank 0 of 4.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    with Hosts(1) as hosts:  # skips where there can be none; as a host it may make its own
+    with Hosts(1) as hosts:  # skips if namespaces are unavailable; a host can create its own
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         process = hosts[0].popen(
             ["sh", "-ec", "mount -t tmpfs none /run\n" + script],
@@ -375,7 +376,7 @@ def test_the_guides_commands_work(tmp_path: Path) -> None:
             text=True,
         )
         printed, errors = process.communicate(timeout=DEADLINE_S)
-    # torchrun's ranks write a line and its end apart, so two lines may share one.
+    # torchrun's ranks write a line and its end separately, so two lines may be joined.
     lines = re.findall(r"rank \d of \d, \d on this host", printed)
     assert sorted(lines) == told.splitlines(), errors
 
@@ -392,7 +393,7 @@ REACH = "import socket; print(socket.create_connection(('{}', {}), timeout={}) a
 
 
 def test_cables_and_rates_are_what_they_say() -> None:
-    """Of the hosts themselves: who reaches whom."""
+    """Check the hosts themselves: which reaches which."""
 
     def reached() -> list[tuple[int, int]]:
         pairs = [(a, b) for a in range(3) for b in range(3) if a != b]

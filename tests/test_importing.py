@@ -1,4 +1,4 @@
-"""What importing costs and needs: what it loads, what may be missing, and how a program ends."""
+"""The cost and needs of the import: what it loads, what may be missing, and how a program ends."""
 
 from pathlib import Path
 
@@ -69,8 +69,8 @@ def test_the_version_is_told_without_torch() -> None:
     assert printed.split() == ["objcomm", objcomm.__version__]
 
 
-# What takes long to import and serves some calls only, or none. Of what torch imports itself,
-# nothing need be listed.
+# Modules that are slow to import and serve only some calls, or none. Modules that torch itself
+# imports need not be listed.
 HEAVY = {
     "cloudpickle", "matplotlib", "numpy.testing", "objcomm.__main__", "objcomm._bootstrap.doctor",
     "objcomm._bootstrap.worker", "objcomm.compat", "objcomm.demo", "objcomm._observe.inspect",
@@ -97,7 +97,7 @@ def test_importing_imports_nothing_slow_starts_no_thread_and_joins_no_group() ->
 
 
 def test_importing_waits_for_no_collection_and_leaves_the_collector_as_it_was() -> None:
-    """One of all of torch's objects takes longer than the import."""
+    """A collection of all of torch's objects takes longer than the import."""
     run_python(
         """
         import gc, sys, torch

@@ -1,4 +1,4 @@
-"""pyproject.toml says what was run, what it was run with, and why each requirement is there."""
+"""pyproject.toml matches the versions that were tested, and gives a reason for each requirement."""
 
 import re
 import tomllib
@@ -23,7 +23,7 @@ PINS = dict(
 )
 EXTRAS = PROJECT["optional-dependencies"]
 REQUIRED = [*PROJECT["dependencies"], *(each for extra in EXTRAS.values() for each in extra)]
-#: What the page of questions says was run: Python, torch, how much.
+#: What the FAQ says was tested: Python, torch, and how much.
 RUN = re.findall(r"^\| (3\.\d+) \| (2\.\d+\.\d+) \| (.+) \|$", QUESTIONS, re.MULTILINE)
 
 
@@ -60,7 +60,7 @@ def test_the_whole_suite_was_run_with_the_pins() -> None:
     ]
 
 
-#: All but objcomm itself, and what `make` never installs.
+#: All requirements except objcomm itself and those that `make` never installs.
 PINNED = [each for each in REQUIRED if Requirement(each).name not in {"objcomm", "atheris"}]
 
 
@@ -85,7 +85,7 @@ def test_the_version_is_one_that_can_be_published() -> None:
 
 
 def test_nothing_tells_to_install_what_no_index_has() -> None:
-    """There is no release: who needs a package is told that package's name."""
+    """No index has objcomm, so a text must name the missing package itself, not an extra."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").iterdir()]
     for path in [*pages, *(ROOT / "objcomm").rglob("*.py")]:
         if path.is_file():

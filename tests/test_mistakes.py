@@ -1,6 +1,6 @@
-"""What programs say that have a mistake in them: each is a file of ``tests/programs/mistakes``.
+"""The output of programs that have a mistake; each is a file in ``tests/programs/mistakes``.
 
-Its docstring has the mistake, how many ranks run the program, and how they end::
+Its docstring states the mistake, how many ranks run the program, and how they end::
 
     ranks: 3
     0, 2: TransportTimeout
@@ -10,12 +10,12 @@ Its docstring has the mistake, how many ranks run the program, and how they end:
     1: exit 0
 
 A rank ends with an uncaught exception of a class, with an exit status (negative for a signal), or
-in ``any`` way; ``all`` are all ranks. One line of what it writes has the words after ``says``, one
-line of a traceback those after ``shows``, and no line those after ``never``. ``…`` is any text, and
-``|`` separates alternatives. ``@loading`` is the line of the program with this mark in a comment,
-as errors name it; ``%gather`` is one as tracebacks name it.
+in ``any`` way; ``all`` means all ranks. One line of its output must contain the words after
+``says``, one line of a traceback those after ``shows``, and no line those after ``never``. ``…``
+matches any text, and ``|`` separates alternatives. ``@loading`` is the line of the program with
+this mark in a comment, as errors name it; ``%gather`` is a line as tracebacks name it.
 
-The ranks find what torchrun sets, and its store; after ``ranks: 2, by hand`` only the variables.
+The ranks get torchrun's variables and its store; after ``ranks: 2, by hand`` only the variables.
 """
 
 import ast
@@ -35,11 +35,12 @@ _MISTAKES = {path.stem: path for path in sorted(_FOLDER.glob("*.py"))}
 
 @dataclass(frozen=True)
 class _Expected:
-    """How some ranks end.
+    """How some of the ranks end.
 
     Attributes:
         end: the class of an exception, ``exit`` and a status, or ``any``.
-        words: what a line must have, or not: ``says``, ``shows`` or ``never``, and a pattern.
+        words: what a line must or must not contain: ``says``, ``shows`` or ``never``, and a
+            pattern.
     """
 
     ranks: list[int]
@@ -49,7 +50,7 @@ class _Expected:
 
 @dataclass(frozen=True)
 class _Mistake:
-    """One program, as it is written, and how its ranks must end."""
+    """One program's source, and how its ranks must end."""
 
     source: str
     size: int
@@ -88,7 +89,7 @@ def _numbers(ranks: str, size: int) -> list[int]:
 
 
 def _pattern(words: str, file: str, marks: dict[str, int]) -> str:
-    """A regular expression for words in which marks and gaps stand."""
+    """Return a regular expression for words that contain marks and gaps."""
 
     def piece(text: str) -> str:
         text = re.sub(r"@(\w+)", lambda mark: f"\0{file}:{marks[mark[1]]}", text)
@@ -100,12 +101,12 @@ def _pattern(words: str, file: str, marks: dict[str, int]) -> str:
 
 
 def _found(pattern: str, said: str) -> str:
-    """The line that has it; empty if none does."""
+    """Return the line that matches; empty if none does."""
     found = re.search(f"^.*({pattern}).*$", said, re.IGNORECASE | re.MULTILINE)
     return found[0] if found else ""
 
 
-_BY_TORCH = r"^\[rank\d+\]: ?"  # before each line of a traceback, once there is a group
+_BY_TORCH = r"^\[rank\d+\]: ?"  # starts each line of a traceback, once there is a group
 
 
 def _ends_as(end: str, status: int, said: str) -> bool:
@@ -118,7 +119,7 @@ def _ends_as(end: str, status: int, said: str) -> bool:
 
 
 def _wrong(expected: _Expected, ending: Ending) -> Iterator[str]:
-    """What is not as it must be."""
+    """Yield the differences from the expected ending."""
     said = re.sub(_BY_TORCH, "", ending.said, flags=re.MULTILINE)
     messages = "\n".join(line for line in said.splitlines() if not line.startswith("  "))
     if not _ends_as(expected.end, ending.status, said):
@@ -131,7 +132,7 @@ def _wrong(expected: _Expected, ending: Ending) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def endings() -> Iterator[Endings]:
-    """Runs the programs; torch is imported once for all of them."""
+    """Run the programs; torch is imported once for all of them."""
     with Endings() as endings:
         yield endings
 

@@ -1,4 +1,4 @@
-"""What several tests look at is made by the first of them."""
+"""The first test that needs a shared value creates it."""
 
 from pathlib import Path
 

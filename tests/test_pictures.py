@@ -1,4 +1,4 @@
-"""The pictures of the documentation are the ones that their sources give."""
+"""The pictures of the documentation match their sources."""
 
 import importlib.util
 from pathlib import Path
@@ -57,8 +57,8 @@ def test_the_benchmarks_are_drawn_from_the_recorded_figures(tmp_path: Path) -> N
     assert targets == (_DOCS / "targets.md").read_text(encoding="utf-8")
 
 
-# How wide a letter is on average, as a part of the font's size. These texts have 0.54 and 0.60 in
-# DejaVu Sans, one of the widest common fonts.
+# Average width of a letter, relative to the font size. In DejaVu Sans, one of the widest common
+# fonts, it is 0.54 and 0.60 for these texts.
 _LETTER, _BOLD_LETTER = 0.62, 0.72
 
 
@@ -81,7 +81,7 @@ def test_no_text_of_a_picture_of_benchmarks_is_cut_off(name: str, scheme: str) -
 
 def test_the_readme_tells_what_its_picture_shows() -> None:
     shares = plot.shares(Results.load([_FIGURES]))
-    shown = [shares[name] for name in plot._HEADLINE]  # noqa: SLF001  # what the picture has
+    shown = [shares[name] for name in plot._HEADLINE]  # noqa: SLF001  # the picture's values
     readme = (_DOCS.parent / "README.md").read_text(encoding="utf-8")
     least, most = (plot.figure(1 / share) for share in (max(shown), min(shown)))
     assert f'collectives: from {least} to {most}"' in readme

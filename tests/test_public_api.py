@@ -1,4 +1,4 @@
-"""The public names: that they are all there, documented, and the same wherever they are shown."""
+"""The public names: all exist, are documented, and are the same everywhere."""
 
 import inspect
 import operator
@@ -52,7 +52,7 @@ def test_all_is_sorted_complete_and_true() -> None:
 
 
 def test_dir_shows_what_the_reference_lists() -> None:
-    """So a stranger who presses the tabulator sees no room."""
+    """So tab completion shows no rooms."""
     shown = {name for name in dir(objcomm) if not name.startswith("__")}
     assert shown == set(objcomm.__all__)
     private = {found.name for found in pkgutil.iter_modules(objcomm.__path__)} - shown
@@ -67,7 +67,7 @@ def test_a_name_that_is_not_there_is_said_to_be_missing() -> None:
 
 def test_a_name_that_stands_in_a_topic_is_told_so() -> None:
     with pytest.raises(AttributeError, match=r"it is objcomm\.metrics\.all_gather_scalar$"):
-        getattr(objcomm, "all_gather_scalar")  # noqa: B009  # a name that type checkers know is not there
+        getattr(objcomm, "all_gather_scalar")  # noqa: B009  # type checkers know that it is missing
 
 
 @pytest.mark.parametrize(("elsewhere", "here"), NAMES_ELSEWHERE.items())
@@ -142,7 +142,7 @@ def test_pickles_that_name_the_module_of_errors_still_load() -> None:
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if inspect.isclass(PUBLIC[name])])
 def test_the_annotations_of_a_public_class_can_be_resolved(name: str) -> None:
-    """Python looks for the names in strings where a class says that it stands."""
+    """Python resolves names in strings in the module that a class claims to be in."""
     typing.get_type_hints(PUBLIC[name])
 
 
@@ -153,7 +153,7 @@ def test_help_begins_with_ten_calls_and_one_example() -> None:
     assert len(calls) == len(set(calls)) == 10
     for name in calls:
         assert callable(getattr(objcomm, name))
-    assert "room" not in before  # how the code is arranged comes after that
+    assert "room" not in before  # how the code is organized comes later
 
 
 def test_the_first_docstring_names_every_room() -> None:
@@ -216,7 +216,7 @@ IN_FLIGHT = {
 
 
 def test_what_may_be_in_flight_is_in_the_tests_of_all_operations() -> None:
-    # The two of point-to-point need a partner, and are in there as `sendrecv`.
+    # The two point-to-point functions need a partner, and are covered by `sendrecv`.
     assert set(OPERATIONS) | {"send", "recv"} == {name.rpartition(".")[2] for name in IN_FLIGHT}
 
 

@@ -1,4 +1,4 @@
-"""The harness itself: what it runs, and what it says when a rank fails."""
+"""The test harness itself: what it runs, and what it reports when a rank fails."""
 
 import os
 import random
@@ -76,7 +76,7 @@ def test_a_failure_is_told_with_rank_values_and_prints() -> None:
 
 
 def test_a_missed_deadline_shows_the_stacks_and_ends_the_pool() -> None:
-    run_on_ranks(2, pass_everywhere)  # within the deadline rank 0 must come to where it waits
+    run_on_ranks(2, pass_everywhere)  # rank 0 must reach its wait within the deadline
     with pytest.raises(pytest.fail.Exception) as caught:
         run_on_ranks(2, wait_on_rank_zero, deadline=5)
     assert "[rank 0] hung" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Programs under ``python -m objcomm.run``, beside the same programs without it."""
+"""Programs under ``python -m objcomm.run``, compared with the same programs without it."""
 
 import contextlib
 import json
@@ -135,7 +135,7 @@ end(sys.argv[1])
 def test_a_program_ends_as_it_would_and_its_figures_are_told(
     way: str, status: int, tmp_path: Path
 ) -> None:
-    """Without a launcher, and with its process group destroyed."""
+    """It runs without a launcher, and destroys its process group."""
     program = tmp_path / "train.py"
     program.write_text(_ENDINGS)
     plain = python(str(program), way)
@@ -207,7 +207,7 @@ def test_ranks_of_torchrun_make_their_calls_through_objcomm(tmp_path: Path) -> N
         [row for line in part if (row := _row(line))] for part in (lines[1:at], lines[at + 1 :])
     )
     assert 1 + len(functions) + 1 + len(slowest) == len(lines)
-    # One call of each, on all ranks, is the checkpoint's, which gathers twice.
+    # One call of each, on all ranks, is from the checkpoint, which gathers twice.
     assert {name: (ranks, calls) for name, ranks, calls, *_ in functions} == {
         "all_gather_object": ("3", "4"),
         "broadcast_object_list": ("3", "1-2"),
@@ -220,14 +220,14 @@ def test_ranks_of_torchrun_make_their_calls_through_objcomm(tmp_path: Path) -> N
         times = [float(most) for *_, most in rows]
         assert times == sorted(times, reverse=True)
     assert len(slowest) == 5
-    # What torch's checkpoints call is told by the line of the program that saves one.
+    # Calls of torch's checkpoints are reported at the program's line that saves one.
     saving = _RANKS.splitlines().index('checkpoint.save({"step": 7}, checkpoint_id=sys.argv[1])')
     found = [row[1:3] for row in slowest if row[0] == f"{program}:{saving + 1}  gather_object"]
     assert found == [("3", "2")]
 
 
 def _row(line: str) -> tuple[str, ...] | None:
-    """A row of the report: name, ranks, calls, and the three times in seconds."""
+    """Parse a row of the report: name, ranks, calls, and the three times in seconds."""
     time = r"  +([\d.]+) s(?: \(rank \d+\))?"
     row = re.fullmatch(
         rf"  (\S+(?:  \S+)?)  +(\d+)  +([\d-]+)  +[\d.]+ K?B{time}{time}{time}", line
@@ -263,7 +263,7 @@ finally:
 
 
 def _job(program: Path, size: int, ending: str) -> list[Said]:
-    """How the ranks of a program end that no launcher ends when one fails."""
+    """Return how the ranks of a program end without a launcher that ends them when one fails."""
     agent = Agent()
     with contextlib.ExitStack() as stack:
         ranks = [
@@ -399,7 +399,7 @@ if __name__ == "__main__":
 
 
 def test_processes_that_a_program_spawns_are_reached(tmp_path: Path) -> None:
-    """Both ranks take part, or one would wait in objcomm for another that is in torch."""
+    """Both ranks' calls go through objcomm: one in objcomm would wait for one in torch."""
     program = tmp_path / "train.py"
     program.write_text(_SPAWNING)
     run = python(*RUN, "--report", str(program), str(tmp_path / "store"))
@@ -410,7 +410,7 @@ def test_processes_that_a_program_spawns_are_reached(tmp_path: Path) -> None:
     replaced, head, *lines, last = told(run)
     assert "object collectives on 2 ranks" in head
     assert _row(lines[1])[:3] == ("all_gather_object", "2", "1")  # type: ignore[index]  # it is one
-    # Then the program itself, which made no call; no word of the loader's worker.
+    # Then the program itself, which made no call; nothing from the loader's worker.
     assert re.match(r"no call of torch's object collectives in [\d.]+ s \(process ", last)
     assert len(lines) == 4
     assert replaced.endswith(_REPLACED)

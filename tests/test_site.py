@@ -1,4 +1,4 @@
-"""What a reader finds on the built site; the pages' own code is run by ``tests/test_docs.py``."""
+"""What a reader finds on the built site; ``tests/test_docs.py`` runs the pages' code."""
 
 import itertools
 import re
@@ -11,7 +11,7 @@ from mkdocs.config import load_config
 from tests.public_names import PUBLIC
 from tests.site import build, have_class, page, text_of
 
-_WIDEST_SIGNATURE = 60  # letters; a telephone scrolls it, a desk does not
+_WIDEST_SIGNATURE = 60  # in letters; a phone scrolls it, a desktop does not
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +20,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def entries(site: Path) -> dict[str, ET.Element]:
-    """Each function and class of the reference by its name, with what is said of it alone."""
+    """Return the reference's functions and classes by name, each with its own description only."""
     found = {}
     for path in (site / "reference").rglob("index.html"):
         for entry in have_class(page(path), "doc-object"):
@@ -35,7 +35,7 @@ def signature_of(entry: ET.Element) -> ET.Element | None:
 
 
 def sections_of(entry: ET.Element) -> dict[str, ET.Element]:
-    """The lists of an entry's own docstring by their titles."""
+    """Return the lists of an entry's own docstring, by their titles."""
     (contents,) = (each for each in entry if "doc-contents" in each.get("class", ""))
     children, found = list(contents), {}
     for title, section in itertools.pairwise(children):
@@ -45,7 +45,7 @@ def sections_of(entry: ET.Element) -> dict[str, ET.Element]:
 
 
 def without_layout(annotation: str) -> str:
-    """A type as one word: a signature puts a long one into parentheses, on lines of its own."""
+    """Return a type as one word: a signature wraps a long one in parentheses and line breaks."""
     return re.sub(r"^\((.*)\)$", r"\1", re.sub(r"\s", "", annotation))
 
 
@@ -103,7 +103,7 @@ def test_the_reference_shows_nothing_private(site: Path) -> None:
 
 
 def test_what_python_has_compiled_is_not_published() -> None:
-    """The hook's own folder, which Python writes beside the pages after a build has begun."""
+    """Python writes the hook's own compiled files next to the pages after a build has started."""
     loaded = load_config(str(Path(__file__).parents[1] / "mkdocs.yml"))
     assert loaded.exclude_docs is not None
     assert loaded.exclude_docs.match_file("__pycache__/names.cpython-311.pyc")

@@ -1,4 +1,4 @@
-"""Ranks connect by streams while strangers besiege them, and on odd networks."""
+"""Ranks connect by streams while strangers flood them, and on unusual networks."""
 
 import json
 import os
@@ -17,14 +17,14 @@ from tests.waits import PATIENCE_S
 pytestmark = pytest.mark.long
 
 _SIZE, _TURNS = 4, 8
-# Outside of the kernel's own range: what besieges a port of torch's Gloo ends that process.
+# Outside the kernel's own range: flooding a port of torch's Gloo would end that process.
 _PORTS = 20000, 20015
 _LIMIT_S = 240.0
 
 
 @contextmanager
 def intruder(host: Host, *argv: str) -> Iterator[None]:
-    """A stranger on that host, as long as the block lasts."""
+    """Run a stranger on that host while the block lasts."""
     process = host.popen(
         [sys.executable, "-m", "tests.intruder", *argv], stdout=subprocess.PIPE, text=True
     )
@@ -46,14 +46,14 @@ def work(
     master: str = "",
     own_master: str = "",
 ) -> list[tuple[str, int]]:
-    """What all ranks tell of all groups that they made.
+    """Run ranks that create groups; return the transport and refused strangers of each group.
 
     Args:
-        hosts: where they run.
-        folder: where they tell it.
-        at_once: how many ranks connect when they meet.
-        master: the first host's address for the others, if it is not the usual one.
-        own_master: the same for itself.
+        hosts: the hosts that the ranks run on.
+        folder: where they write their results.
+        at_once: how many ranks connect at the same time when they meet.
+        master: the first host's address for the others, if it is not the default.
+        own_master: the first host's address for itself, if it is not the default.
     """
     nodes = [f"--nnodes={len(hosts)}", f"--nproc-per-node={_SIZE // len(hosts)}"]
     masters = [own_master or hosts[0].address, *[master or hosts[0].address] * (len(hosts) - 1)]
@@ -74,7 +74,7 @@ def work(
     ]
     printed = [process.communicate(timeout=_LIMIT_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * len(hosts), "\n".join(printed)
-    # A test that fails shows it: why ranks went to Gloo, for instance.
+    # A failing test shows it, for example why ranks fell back to Gloo.
     sys.stdout.write("\n".join(printed))
     told = [json.loads(each.read_text()) for each in sorted(folder.glob("told.*"))]
     assert [len(each) for each in told] == [_TURNS] * _SIZE
@@ -85,7 +85,7 @@ def work(
 def test_another_user_of_the_host_gets_nothing_and_forces_nothing(
     tmp_path: Path, at_once: int
 ) -> None:
-    """Its connections would take all descriptors of a rank, and it must not send ranks to Gloo."""
+    """Its connections must neither use up a rank's descriptors nor make ranks fall back to Gloo."""
     with Hosts(1) as hosts, intruder(hosts[0], "unix"):
         told = work(list(hosts), tmp_path, at_once)
     assert {kind for kind, _ in told} == {"Unix sockets"}
@@ -109,7 +109,7 @@ def test_another_hosts_process_gets_nothing_and_forces_nothing(
 
 
 def test_the_first_hosts_ranks_may_know_the_store_as_localhost(tmp_path: Path) -> None:
-    """No route leads from there to other networks, either: its cards tell where it is."""
+    """No route leads from there to other networks either: its network cards reveal its address."""
     with Hosts(2) as hosts:
         told = work(list(hosts), tmp_path, own_master="127.0.0.1")
     assert {kind for kind, _ in told} == {"Unix sockets and TCP"}
@@ -125,7 +125,7 @@ def test_hosts_may_meet_over_ipv6(tmp_path: Path) -> None:
 
 
 def test_cards_that_lead_nowhere_are_passed_over(tmp_path: Path) -> None:
-    """As those of containers, which have the same address on every host."""
+    """Containers' cards, for example, have the same address on every host."""
     with Hosts(2) as hosts:
         for host in hosts:
             (address,) = host.run("hostname", "-i").split()
@@ -137,7 +137,7 @@ def test_cards_that_lead_nowhere_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_the_intruder_is_one() -> None:
-    """It finds a door, and what it says there arrives: else the tests above would show nothing."""
+    """It finds a listener and its messages arrive: otherwise the tests above prove nothing."""
     listen = (
         "import socket; s = socket.socket(socket.AF_UNIX); s.bind('\\0objcomm/' + 'a' * 32); "
         "s.listen(99); print(*[len(s.accept()[0].recv(99)) for _ in range(20)])"

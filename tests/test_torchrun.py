@@ -1,4 +1,4 @@
-"""What torchrun does besides starting ranks: it starts them again when one has died."""
+"""Beyond starting ranks, torchrun restarts them when one has died."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 from tests.doctor.job import clean_environment
 from tests.hosts import free_port
 
-# Of a hang. Where much is read from disk at once, six processes that import torch have taken three
+# Only a hang takes this long. With heavy disk reads, six processes that import torch took three
 # minutes.
 _DEADLINE_S = 280.0
 
@@ -37,7 +37,7 @@ objcomm.shutdown()
 @pytest.mark.long
 @pytest.mark.parametrize("rendezvous", ["static", "c10d"])
 def test_ranks_that_torchrun_starts_again_begin_anew(rendezvous: str, tmp_path: Path) -> None:
-    """The store outlives the ranks, and has what the first ones left in it."""
+    """The store outlives the ranks, and keeps what the first ones left in it."""
     program = tmp_path / "train.py"
     program.write_text(_PROGRAM)
     meeting = f"--master-port={free_port()}" if rendezvous == "static" else "--standalone"
@@ -51,6 +51,6 @@ def test_ranks_that_torchrun_starts_again_begin_anew(rendezvous: str, tmp_path: 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    # What came is of the second attempt. Of the first one torch names one rank, not always the one
-    # that ended first.
+    # The results are the second attempt's. torch reports one rank of the first attempt, not always
+    # the one that ended first.
     assert done.stdout.splitlines() == ["[(1, 0), (1, 1), (1, 2)]"] * 3

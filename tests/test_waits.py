@@ -1,4 +1,4 @@
-"""What holds promised durations: it can fail, and a busy machine gets more time."""
+"""The check of promised durations can fail, and allows a busy machine more time."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from tests.waits import Slowness, wait_until, within
 
 def test_a_machine_with_others_to_serve_is_slower() -> None:
     processors = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(processors)})  # what is begun here stays there
+    os.sched_setaffinity(0, {min(processors)})  # child processes stay there
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
     try:
         with Slowness() as slowness:
@@ -27,8 +27,8 @@ def test_a_machine_with_others_to_serve_is_slower() -> None:
 
 
 def test_of_a_block_that_is_over_at_once_a_whole_turn_is_measured() -> None:
-    """No machine does one faster than it should; a part of one would tell that a busy one does."""
-    beside = [sys.executable, "-I", "-S", "-c", waits._BESIDE]  # noqa: SLF001  # a factor is never under 1
+    """No turn is faster than it should be; part of one would make a busy machine look fast."""
+    beside = [sys.executable, "-I", "-S", "-c", waits._BESIDE]  # noqa: SLF001  # a factor is never below 1
     done = subprocess.run(beside, input="", capture_output=True, text=True, check=True)
     assert float(done.stdout) >= 1.0
 

@@ -1,4 +1,4 @@
-"""How programs end, under ``python -m objcomm.run`` or without it, and what it says of them."""
+"""How programs end with and without ``python -m objcomm.run``, and what it reports about them."""
 
 import sys
 
@@ -9,24 +9,24 @@ _TOLD = "objcomm.run: "
 
 
 def python(*words: str, **variables: str) -> Said:
-    """How a program ends that Python runs."""
+    """Run a program with Python, and return how it ends."""
     return by_command([sys.executable, *words], **variables)
 
 
 def torchrun(size: int, *words: str) -> Said:
-    """How ranks end that torchrun starts."""
+    """Run a program with torchrun, and return how its ranks end."""
     launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}")
     return python(*launcher, *words)
 
 
 def told(said: Said) -> list[str]:
-    """What objcomm.run says."""
+    """List the lines from objcomm.run."""
     lines = said.err.splitlines()
     return [line.removeprefix(_TOLD) for line in lines if line.startswith(_TOLD)]
 
 
 def own(said: Said) -> str:
-    """What the program itself writes to standard error."""
+    """Return what the program itself writes to standard error."""
     return "".join(
         line for line in said.err.splitlines(keepends=True) if not line.startswith(_TOLD)
     )

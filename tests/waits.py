@@ -1,6 +1,6 @@
 """How tests wait: for an event, with a deadline that only a hang reaches.
 
-`within` is for the few tests in which a duration is the promise itself; those are marked ``timed``.
+`within` is for the few tests of a promised duration; they are marked ``timed``.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 
 __all__ = ["PATIENCE_S", "Slowness", "wait_until", "within"]
 
-#: How long a test waits for something that must happen. Two other suites may run beside it.
+#: How long a test waits for something that must happen, even while two other suites run.
 PATIENCE_S = 60.0
 
 _LOOK_S = 0.01
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def wait_until(look: Callable[[], T], what: str, patience_s: float = PATIENCE_S) -> T:
-    """Look again and again until there is something true to see, and return it."""
+    """Call ``look`` until it returns something true, and return that."""
     until = time.monotonic() + patience_s
     while not (seen := look()):
         assert time.monotonic() < until, f"waited {patience_s:g} s in vain for {what}"
@@ -29,9 +29,9 @@ def wait_until(look: Callable[[], T], what: str, patience_s: float = PATIENCE_S)
     return seen
 
 
-# Says that it begins; then sleeps 40 ms and works for 10 until the pipe is closed, once at least,
-# and says how many times as long that took. A process, because a thread would share the interpreter
-# with what is measured.
+# Reports that it has started, then alternates 40 ms of sleep and 10 ms of work until the pipe is
+# closed, at least once, and prints how many times longer that took. A separate process, because a
+# thread would share the interpreter with the code that is measured.
 _BESIDE = """
 import select, sys, time
 print(flush=True)
@@ -47,13 +47,13 @@ print((time.perf_counter() - began) / (0.05 * turns))
 
 
 class Slowness:
-    """How slow this machine is during a block, as a factor: 1 where it has nothing else to do.
+    """How slow this machine is during a block, as a factor: 1 if it has nothing else to do.
 
-    What objcomm does within a promised time is a chain of wake-ups, each with some work after it. A
-    process beside it is woken and works, too, and measures how late that becomes.
+    What objcomm does within a promised time is a chain of wake-ups, each followed by some work. A
+    process beside it also wakes up and works, and measures the delay.
 
     Attributes:
-        factor: at least 1; there when the block is over.
+        factor: at least 1; available after the block.
     """
 
     factor: float
@@ -66,7 +66,7 @@ class Slowness:
             text=True,
         )
         if self._beside.stdout is not None:
-            self._beside.stdout.readline()  # or a short block may be over before it begins
+            self._beside.stdout.readline()  # or a short block may be over before it starts
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,7 +76,7 @@ class Slowness:
 
 @contextlib.contextmanager
 def within(promised_s: float) -> Iterator[None]:
-    """Hold a promised duration, of as many seconds as this machine makes of one just now."""
+    """Check a promised duration, scaled to the current speed of this machine."""
     with Slowness() as slowness:
         began = time.monotonic()
         yield

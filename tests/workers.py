@@ -1,7 +1,7 @@
-"""Processes that stand for ranks, and the messages that drive them.
+"""Processes that act as ranks, and the messages that control them.
 
-Knows pipes, deadlines and how to join a process group; knows nothing of pytest's collection, and
-nothing of objcomm but what it may leave behind, and how long it waits for the store.
+Knows pipes, deadlines and how to join a process group; does not know pytest's collection, nor
+objcomm, except what it may leave behind and how long it waits for the store.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from tests import leftovers
 from tests.forked import EXIT_UNKNOWN, FORKED
 from tests.waits import PATIENCE_S
 
-# What a launcher would have set; a worker has only what its test asks for.
+# Variables that launchers set; a worker has only those that its test asks for.
 _LAUNCHER_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -48,17 +48,17 @@ _LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "MPI_LOCAL", "SLURM_", "JSM_")
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-# One key for each store: how often ranks were asked where they are. One for each rank: its process.
+# One key per store: how often ranks were asked for their positions. One per rank: its process.
 _STAYS = re.compile(r"objcomm/(asked|process/\d+)$")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker stands.
+    """A worker's position in its pool, and its environment.
 
     Attributes:
-        folder: a folder that all workers of the pool share, and that each order finds empty: what
-            one test told its ranks there must not answer the next.
+        folder: a folder that all workers of the pool share, and that is empty for each order: what
+            one test wrote for its ranks must not reach the next.
         joined: whether the worker joined a process group before its first order.
         environment: variables to set.
     """
@@ -70,17 +70,18 @@ class Place:
     environment: Mapping[str, str]
 
     def store(self, name: str) -> dist.FileStore:
-        """A store that all workers reach under ``name`` while they carry out one order."""
-        # Told how many workers there are, a store deletes its file when that many objects died.
+        """Return a store that all workers reach under ``name`` during one order."""
+        # Without a number of workers: given one, a store deletes its file after that many objects
+        # died.
         return dist.FileStore(str(self.folder / name))
 
 
 @dataclass(frozen=True)
 class Order:
-    """One function to call: what stands in ``module`` under ``function``, or its ``body``.
+    """A function to call: ``function`` of ``module``, or its ``body``.
 
     Attributes:
-        is_last: whether the ranks end with it, so that what it leaves disturbs no other.
+        is_last: whether the ranks end after it, so that what it leaves affects no other order.
     """
 
     module: str
@@ -91,7 +92,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Report:
-    """How an order went on one rank: ``passed``, ``skipped``, ``failed``, ``died`` or ``hung``."""
+    """An order's result on one rank: ``passed``, ``skipped``, ``failed``, ``died`` or ``hung``."""
 
     rank: int
     outcome: str
@@ -102,7 +103,7 @@ _place: Place | None = None
 
 
 def here() -> Place:
-    """The place of the worker that runs this."""
+    """Return the place of the worker that runs this."""
     if _place is None:
         raise RuntimeError("this runs in no worker")
     return _place
@@ -120,7 +121,7 @@ class Worker:
             target=_work, args=(place, orders, stacks, self._log), daemon=True
         )
         self._process.start()
-        # With our copies closed, a worker that dies shows as the end of its pipe.
+        # With our copies closed, the death of a worker closes its pipe.
         orders.close()
         stacks.close()
 
@@ -139,15 +140,15 @@ class Worker:
         return received
 
     def hung(self, why: str) -> Report:
-        """Ask a worker that did not report for its stacks."""
-        # The process may end between the deadline and here.
+        """Ask a worker that has not reported for its stacks."""
+        # The process may end between the deadline and this point.
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
         return Report(self.place.rank, "hung", f"{why}\n{self._written()}")
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """Return the process id."""
         if self._process.pid is None:
             raise RuntimeError("the worker was not started")
         return self._process.pid
@@ -155,18 +156,18 @@ class Worker:
     def rest(self) -> None:
         """Stop the process between orders.
 
-        What it has open costs nothing so: the threads of idle Gloo connections wake 100 times a
-        second, and took a third of the processor while the suite ran.
+        Its open connections then cost nothing: the threads of idle Gloo connections wake 100 times
+        a second, and took a third of the processor while the suite ran.
         """
         os.kill(self.pid, signal.SIGSTOP)
 
     def wake(self) -> None:
-        """Let it go on, if it is there."""
+        """Let the process continue, if it still exists."""
         if self._process.exitcode is None:
             os.kill(self.pid, signal.SIGCONT)
 
     def end(self, *, kindly: bool) -> bool:
-        """End the process, and say whether it ended when asked ``kindly``."""
+        """End the process, and return whether it ended when asked ``kindly``."""
         if kindly:
             with contextlib.suppress(BrokenPipeError):
                 self.orders.send(None)
@@ -180,7 +181,7 @@ class Worker:
         return ended
 
     def _written(self, wait_s: float = PATIENCE_S) -> str:
-        """What faulthandler wrote to its pipe, and the end of what the worker printed."""
+        """Return what faulthandler wrote to its pipe, and the end of the worker's output."""
         stacks = b""
         while self._stacks.poll(0.5 if stacks else wait_s):
             chunk = os.read(self._stacks.fileno(), 65536)
@@ -208,7 +209,7 @@ class Pool:
         self.ruined = False
 
     def run(self, order: Order, deadline: float) -> list[Report]:
-        """Send an order to every rank and collect the reports, in rank order."""
+        """Send an order to every rank and return the reports, in rank order."""
         for worker in self._workers:
             worker.wake()
             worker.orders.send(order)
@@ -235,7 +236,7 @@ class Pool:
         return sorted(reports, key=lambda report: report.rank)
 
     def close(self) -> list[int]:
-        """End all workers; name the ranks that had to be killed."""
+        """End all workers; return the ranks that had to be killed."""
         kindly = not self.ruined
         for worker in self._workers:
             worker.wake()
@@ -245,7 +246,7 @@ class Pool:
 
 
 def _work(place: Place, orders: Connection, stacks: Connection, log: Path) -> None:
-    global _place  # noqa: PLW0603  # the one fact that a worker has
+    global _place  # noqa: PLW0603  # the worker's only global state
     _place = place
     for name in list(os.environ):
         if name in _LAUNCHER_VARIABLES or name.startswith(_LAUNCHER_PREFIXES):
@@ -255,16 +256,17 @@ def _work(place: Place, orders: Connection, stacks: Connection, log: Path) -> No
         os.dup2(printed.fileno(), 1)
         os.dup2(printed.fileno(), 2)
     faulthandler.enable(stacks.fileno())
-    # Who rests sees no end of its pipe: it ends with the fork server, which ends with pytest.
+    # A stopped worker can't see that its pipe has closed: it ends with the fork server, which ends
+    # with pytest.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # A shell starts its background jobs with SIGINT ignored, and their children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.register(signal.SIGUSR1, stacks.fileno(), all_threads=True)
     torch.set_num_threads(1)
-    # On a busy machine half a second may pass before the store has heard what a rank raises, and
-    # then the others raise something else. ``hastily`` puts it back.
+    # On a busy machine it may take half a second until the store has a rank's error, and by then
+    # the others would raise a different one. ``hastily`` restores the default.
     BoardThread.call.__defaults__ = (PATIENCE_S,)
-    gc.freeze()  # torch's own objects: tests that collect garbage would look at them each time
+    gc.freeze()  # torch's own objects: tests that collect garbage would scan them each time
     if place.joined:
         join(place, "rendezvous")
     for number, order in enumerate(iter(orders.recv, None)):
@@ -281,10 +283,10 @@ def _work(place: Place, orders: Connection, stacks: Connection, log: Path) -> No
 
 
 def join(place: Place, store: str) -> None:
-    """Initialise torch.distributed over Gloo; all workers of the pool meet in ``store``.
+    """Initialize torch.distributed over Gloo; all workers of the pool meet in ``store``.
 
-    Returns when all are connected. Gloo lets the first one go before, and where a test has it end
-    at once the others could not connect.
+    Returns once all are connected. Gloo lets the first worker return earlier, and if a test then
+    ends it immediately, the others could not connect.
     """
     dist.init_process_group(
         "gloo", store=place.store(store), rank=place.rank, world_size=place.world_size
@@ -313,7 +315,7 @@ def _carry_out(order: Order, rank: int) -> Report:
         getattr(function, "body", function)(**order.arguments)
     except pytest.skip.Exception as skipped:
         return Report(rank, "skipped", str(skipped))
-    except BaseException:  # noqa: BLE001  # whatever a test raises is its report
+    except BaseException:  # noqa: BLE001  # any exception of a test is its report
         return Report(rank, "failed", traceback.format_exc())
     finally:
         sys.stdout.flush()
@@ -321,13 +323,13 @@ def _carry_out(order: Order, rank: int) -> Report:
 
 
 def _carry_out_and_look(order: Order, place: Place) -> Report:
-    """Carry it out in a world of its own, and fail where something is left of it afterwards."""
+    """Run an order in a new world, and fail if it leaves anything behind."""
     if dist.is_initialized():
         dist.destroy_process_group()
     orders = [("second", order)]
     if not leftovers.profile_once.cache_info().currsize:
-        # What a process has one of, such as the watchdog's thread, is there after a first group; a
-        # barrier of a world of one makes nothing.
+        # Objects that exist once per process, such as the watchdog's thread, appear with the first
+        # group; a barrier in a world of one creates none.
         leftovers.profile_once()
         orders.insert(0, ("first", Order("objcomm", "split", {"color": 0})))
     for name, wanted in orders:

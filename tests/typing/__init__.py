@@ -1,1 +1,1 @@
-"""What mypy must infer at the public edge."""
+"""What mypy must infer for the public API."""

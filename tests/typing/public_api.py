@@ -1,4 +1,4 @@
-"""What mypy infers at the public edge; checked by `mypy`, never run."""
+"""What mypy infers for the public API; checked by `mypy`, never run."""
 
 import collections
 from collections.abc import Callable
@@ -21,21 +21,21 @@ from objcomm.compat import torch as dist_objects
 
 @dataclass
 class Config:
-    """Any class of a user's."""
+    """A user's class."""
 
     lr: float
 
     def merge(self, other: "Config") -> "Config":
-        """An operation for reduce."""
+        """An operator for reduce."""
         return Config(self.lr + other.lr)
 
 
 class ShuffledLoader(DataLoader[int]):
-    """A user's own kind of loader."""
+    """A user's loader class."""
 
 
 def collectives(config: Config, configs: list[Config]) -> None:
-    """Values in, values of the same type out."""
+    """Take values, and return values of the same type."""
     assert_type(objcomm.broadcast(config), Config)
     assert_type(objcomm.broadcast(config, 1), Config)
     assert_type(objcomm.broadcast({"lr": 0.1}, group_src=1), dict[str, float])
@@ -68,7 +68,7 @@ def collectives(config: Config, configs: list[Config]) -> None:
 
 
 def names(config: Config, configs: list[Config], *, async_op: bool) -> None:
-    """Every call takes one, and it changes no type."""
+    """Every call takes a name, which does not change its type."""
     assert_type(objcomm.broadcast(config, name="a"), Config)
     assert_type(objcomm.gather(config, name="a"), list[Config] | Any)
     assert_type(objcomm.all_gather(config, name="a", async_op=True), objcomm.Work[list[Config]])
@@ -95,7 +95,7 @@ def names(config: Config, configs: list[Config], *, async_op: bool) -> None:
 
 
 def what_only_some_ranks_have(config: Config, rank: int) -> None:
-    """None stands where a rank has nothing to give, or gets nothing, and is not in the type."""
+    """None marks a rank with nothing to contribute or receive, and is not part of the type."""
     assert_type(objcomm.broadcast(config if rank == 0 else None), Config)
     assert_type(objcomm.broadcast({"lr": 0.1} if rank == 0 else None)["lr"], float)
     assert_type(objcomm.broadcast(config if rank == 0 else None, async_op=True).wait(), Config)
@@ -112,7 +112,7 @@ def what_only_some_ranks_have(config: Config, rank: int) -> None:
 
 
 def named_operators() -> None:
-    """A name is one of those that there are; the mean of whole numbers is a float."""
+    """An operator's name is a literal; the mean of integers is a float."""
     assert_type(objcomm.all_reduce(1, "sum"), int)
     assert_type(objcomm.all_reduce(1, "mean"), float)
     assert_type(objcomm.all_reduce(1, "mean", async_op=True), objcomm.Work[float])
@@ -128,7 +128,7 @@ def named_operators() -> None:
 
 
 def metrics(config: Config) -> None:
-    """A function's result type is the list's, a value's type comes back."""
+    """A function's result type becomes the list's, and a value keeps its type."""
     assert_type(objcomm.metrics.average_metrics({"loss": 0.5}, 64), dict[str, float])
     assert_type(objcomm.metrics.gather_from_all_ranks(lambda: config), list[Config] | Any)
     assert_type(objcomm.agree(config), Config)
@@ -142,7 +142,7 @@ def _rows_of(table: str, limit: int) -> list[Config]:
 
 
 def start() -> None:
-    """The list has the function's type, and its arguments are checked."""
+    """The list has the function's result type, and its arguments are checked."""
     assert_type(objcomm.init(timeout=timedelta(seconds=3)), objcomm.Start)
     assert_type(objcomm.launch(_rows_of, 2, "train", 10, timeout=60), list[list[Config]])
     assert_type(objcomm.launch(lambda: 1, 2), list[int])
@@ -153,7 +153,7 @@ def start() -> None:
 
 
 def in_flight(config: Config, configs: list[Config]) -> None:
-    """With ``async_op=True`` a work of the same type, without it or with False the value."""
+    """With ``async_op=True`` the result is a work of the same type, otherwise the value."""
     assert_type(objcomm.broadcast(config, async_op=True), objcomm.Work[Config])
     assert_type(objcomm.broadcast(config, 1, async_op=False), Config)
     assert_type(objcomm.gather(config, async_op=True), objcomm.Work[list[Config] | Any])
@@ -175,7 +175,7 @@ def in_flight(config: Config, configs: list[Config]) -> None:
 
 
 def in_flight_perhaps(config: Config, configs: list[Config], *, async_op: bool) -> None:
-    """With a flag of the program's own either; it may be the same one for all operations."""
+    """With a flag of the program the result is either; one flag may serve all operations."""
     assert_type(objcomm.broadcast(config, async_op=async_op), Config | objcomm.Work[Config])
     assert_type(
         objcomm.gather(config, async_op=async_op),
@@ -223,7 +223,7 @@ def in_flight_perhaps(config: Config, configs: list[Config], *, async_op: bool) 
 
 
 def messages(config: Config, group: dist.ProcessGroup) -> None:
-    """What arrives is not known; a work knows what its wait gives."""
+    """The type of a received message is unknown; a work knows the type of its result."""
     assert_type(
         objcomm.send(config, group_dst=1, tag=2, group=group, async_op=True), objcomm.Work[None]
     )
@@ -253,7 +253,7 @@ def messages(config: Config, group: dist.ProcessGroup) -> None:
 
 
 async def works(works: list[objcomm.Work[Config]]) -> None:
-    """What a work gives, in each way; works of several types go together."""
+    """Return a work's result in each way; works of several types can be combined."""
     assert_type(works[0].wait(), Config)
     assert_type(works[0].wait(timedelta(seconds=3)), Config)
     assert_type(works[0].result(), Config)
@@ -268,7 +268,7 @@ async def works(works: list[objcomm.Work[Config]]) -> None:
 
 
 def helpers(config: Config) -> None:
-    """The functions on top."""
+    """Use the high-level functions."""
     assert_type(objcomm.ddp_broadcast(config, 1), Config)
     assert_type(objcomm.gather_scalar(0.5), list[float] | Any)
     assert_type(objcomm.metrics.all_gather_scalar(0.5), list[float])
@@ -313,7 +313,7 @@ def control(config: Config, group: dist.ProcessGroup) -> None:
 
     assert_type(on_main("a", lr=0.2), Config)
     assert_type(on_node("a", lr=0.2), Config)
-    on_main(1)  # type: ignore[arg-type]  # parameters are checked as the function's own
+    on_main(1)  # type: ignore[arg-type]  # checked like the function's own parameters
     on_node("a", rate=1)  # type: ignore[call-arg]  # likewise
     with (
         objcomm.main_first(rank=1, timeout=3),
@@ -331,7 +331,7 @@ def control(config: Config, group: dist.ProcessGroup) -> None:
 
 
 def torchs_names(config: Config, group: dist.ProcessGroup) -> None:
-    """Lists of any type are filled; a switch is a context manager."""
+    """Lists of any type can be filled; ``patch`` is a context manager."""
     configs: list[Config | None] = [config, None]
     dist_objects.broadcast_object_list(configs, 0, group, torch.device("cpu"))
     dist_objects.all_gather_object(configs, config)
@@ -344,16 +344,16 @@ def torchs_names(config: Config, group: dist.ProcessGroup) -> None:
 
 
 class Scalars:
-    """What a writer of TensorBoard's offers."""
+    """The methods of a TensorBoard writer."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Write it somewhere."""
+        """Record a value."""
 
 
 def groups(
     group: dist.ProcessGroup, mesh: DeviceMesh, device: torch.device, writer: Scalars
 ) -> None:
-    """Every spelling of a group and a device."""
+    """Use every form of a group and a device."""
     assert_type(objcomm.rank(), int)
     assert_type(objcomm.rank(group), int)
     assert_type(objcomm.world_size(mesh), int)
@@ -371,7 +371,7 @@ def groups(
 
 
 def subgroups(group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
-    """Torch's own type, as what members get."""
+    """Members get torch's own type."""
     assert_type(objcomm.split(0), dist.ProcessGroup)
     assert_type(objcomm.split("eval", key=-1, group=mesh["dp"], timeout=5), dist.ProcessGroup)
     assert_type(objcomm.split(None), dist.ProcessGroup)
@@ -383,14 +383,14 @@ def subgroups(group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
 
 
 def bytes_of_objects(config: Config) -> None:
-    """The layer by itself; what bytes hold is not known."""
+    """Use the serialization layer alone; the type of decoded bytes is unknown."""
     assert_type(objcomm.to_tensor(config), torch.Tensor)
     assert_type(objcomm.to_tensor(config, codec="msgpack"), torch.Tensor)
     assert_type(objcomm.from_tensor(torch.empty(0), device="cpu"), Any)
 
 
 def what_comes_in(config: Config, codec: Codec) -> None:
-    """Codecs by name; classes and functions as they are or by name; a key as text or bytes."""
+    """Name codecs; pass classes and functions as objects or names, and a key as str or bytes."""
     assert_type(objcomm.broadcast(config, accept={"pickle"}, allow=[Config, "shop.Order"]), Config)
     assert_type(objcomm.all_gather(config, allow=[Config, Config.merge]), list[Config])
     assert_type(objcomm.from_tensor(torch.empty(0), accept="msgpack", allow=()), Any)
@@ -404,14 +404,14 @@ assert_type(objcomm.register(Config), type[Config])
 
 @objcomm.register
 class Registered:
-    """The decorator keeps the class what it is."""
+    """The decorator keeps the type of the class."""
 
 
 assert_type(Registered(), Registered)
 
 
 def models(model: torch.nn.Module) -> None:
-    """Tensors with and without names; blocks are contexts; a wrapped model is a module."""
+    """Pass tensors with and without names; blocks are contexts; a wrapped model is a module."""
     objcomm.models.broadcast_tensors(model.parameters(), 1)
     objcomm.models.average_tensors([torch.ones(1)])
     objcomm.models.sync_gradients(model.named_parameters())

@@ -1,1 +1,1 @@
-"""objcomm alone on a system that is not Linux, which Python is told that it runs on."""
+"""objcomm in a world of one on a simulated system that is not Linux."""

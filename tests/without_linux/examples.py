@@ -1,4 +1,4 @@
-"""Runs the examples of all public names in one process, but those that start other ranks."""
+"""Run the examples of all public names in one process, except those that start other ranks."""
 
 from tests.documented import documented_modules, run_examples
 

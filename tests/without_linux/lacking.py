@@ -1,4 +1,4 @@
-"""Sees that the Python that runs it misses what its ``sitecustomize`` takes away."""
+"""Check that this Python lacks what its ``sitecustomize`` removes."""
 
 import ctypes
 import os
@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch.distributed as dist
 
-_PLACES = ("/proc/self/stat", "/sys/class/net", "/dev/shm")  # noqa: S108  # only looked for
+_PLACES = ("/proc/self/stat", "/sys/class/net", "/dev/shm")  # noqa: S108  # only checked for existence
 _NAMES: dict[ModuleType, tuple[str, ...]] = {
     os: ("sched_getaffinity", "eventfd", "memfd_create", "pidfd_open"),
     select: ("epoll", "POLLRDHUP"),
@@ -23,7 +23,7 @@ _NAMES: dict[ModuleType, tuple[str, ...]] = {
 
 
 def main() -> None:
-    """Fail if anything is there."""
+    """Fail if any of it is there."""
     assert sys.platform == "darwin"
     for path in _PLACES:
         assert not Path(path).exists()

@@ -1,4 +1,4 @@
-"""A program that runs alone and leaves out nothing; its argument is a folder for what it writes."""
+"""A program that runs alone and uses everything; its argument is a folder for its output."""
 
 import sys
 import threading
@@ -15,7 +15,7 @@ from objcomm.compat import torch as dist_objects
 from tests.group.flashy_program import use_documented
 from tests.group.operations import OPERATIONS
 
-# What each named operator makes of a 2 of one rank.
+# The result of each named operator for a 2 on one rank.
 _NAMED: dict[Any, float] = {
     "sum": 2,
     "prod": 2,
@@ -25,11 +25,11 @@ _NAMED: dict[Any, float] = {
     "any": True,
     "all": True,
 }
-_LIMIT_SECONDS = 100.0  # only a hang takes so long
+_LIMIT_SECONDS = 100.0  # only a hang takes this long
 
 
 def use_operations() -> None:
-    """Every collective, now and later; every named operator."""
+    """Use every collective, synchronous and asynchronous, and every named operator."""
     for name, call in OPERATIONS.items():
         now = call(3)
         assert now in (3, [3], None), name
@@ -45,7 +45,7 @@ def use_operations() -> None:
 
 
 def use_messages() -> None:
-    """To oneself, in each of the ways."""
+    """Send messages to this rank itself, in each way."""
     objcomm.send("first", 0)
     assert objcomm.probe(0).tag == 0
     assert objcomm.recv(0) == "first"
@@ -61,7 +61,7 @@ def use_messages() -> None:
 
 
 def use_groups() -> None:
-    """What makes groups gives the world of one."""
+    """Check that functions that create groups return the world of one."""
     for group in (objcomm.split(0), objcomm.dup(), objcomm.new_group([0]), objcomm.node_group()):
         assert objcomm.world_size(group) == 1
         assert objcomm.all_gather("x", group=group) == ["x"]
@@ -70,7 +70,7 @@ def use_groups() -> None:
 
 
 def use_lanes() -> None:
-    """Two threads, each with a lane."""
+    """Use two threads, each with a lane."""
     found = []
 
     def evaluate(name: str) -> None:
@@ -86,7 +86,7 @@ def use_lanes() -> None:
 
 
 def use_training() -> None:
-    """Models, metrics, and what one rank does for all."""
+    """Use models, metrics, and functions that one rank runs for all."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     objcomm.models.broadcast_model(model)
     model(torch.ones(3, 2)).sum().backward()
@@ -109,7 +109,7 @@ def use_training() -> None:
 
 
 def use_patch() -> None:
-    """Torch's own names."""
+    """Use torch's own names."""
     box = [None]
     with dist_objects.patch():
         dist.all_gather_object(box, "mine")
@@ -117,7 +117,7 @@ def use_patch() -> None:
 
 
 def use_diagnoses(folder: Path) -> None:
-    """Counters, their exporters, and the recorder's file, which ``inspect`` reads."""
+    """Use counters, their exporters, and the recorder's file, which ``inspect`` reads."""
     assert objcomm.stats()["all_gather"].calls > 0
     assert "objcomm_calls" in objcomm.exporters.stats_to_prometheus()
     dumped = objcomm.recorder.dump(folder / "rank0.json")
@@ -125,7 +125,7 @@ def use_diagnoses(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Do all of it between ``init`` and ``shutdown``."""
+    """Do everything between ``init`` and ``shutdown``."""
     start = objcomm.init()
     assert (start.launcher, start.world_size, start.backend) == ("", 1, "")
     use_operations()

@@ -1,7 +1,8 @@
-"""Takes from a Python that starts what macOS lacks; its folder stands in ``PYTHONPATH``.
+"""Remove from a starting Python what macOS lacks; its folder is in ``PYTHONPATH``.
 
-So programs that the tests start, and programs that those start, miss it before their first import.
-What C++ code asks of the system it still gets, and files end in ``.so``: this is no macOS.
+So the programs that the tests start, and their child processes, lack it before their first import.
+C++ code still gets everything from the system, and files end in ``.so``: this does not simulate all
+of macOS.
 """
 
 import builtins
@@ -26,17 +27,17 @@ from typing import Any
 _FILES = ("/proc", "/sys", "/dev/shm")  # noqa: S108  # nothing is written there
 _LIBRARY = "libc.so.6"
 _FUNCTIONS = {"prctl", "gettid", "memfd_create", "eventfd", "epoll_create1", "pidfd_open"}
-_MOST_FILES = 256  # of a process on macOS, if nobody asks for more
+_MOST_FILES = 256  # limit of a process on macOS by default
 _UNLIMITED = (1 << 63) - 1
-_LINUX_REQUESTS = range(0x8900, 0x8A00)  # of sockets' ioctl
-_LINUX_COMMANDS = range(1024, 2048)  # of fcntl
+_LINUX_REQUESTS = range(0x8900, 0x8A00)  # ioctl requests of sockets
+_LINUX_COMMANDS = range(1024, 2048)  # fcntl commands
 
 _MISSING: dict[types.ModuleType, str] = {
     os: r"sched_.*affinity|sched_.*scheduler|sched_.*param|eventfd.*|EFD_.*|memfd_.*|MFD_.*"
     r"|pidfd_.*|PIDFD_.*|P_PIDFD|pipe2|O_PATH|O_TMPFILE|O_DIRECT|O_LARGEFILE|O_NOATIME|splice|SPLICE_.*"
     r"|copy_file_range|posix_fallocate|posix_fadvise|getrandom|GRND_.*|fdatasync|.*xattr|XATTR_.*"
     r"|getresuid|getresgid|setresuid|setresgid|unshare|setns|CLONE_.*",
-    # Python leaves poll out where macOS's is broken.
+    # Python omits poll where macOS's is broken.
     select: r"e?poll|E?POLL.*",
     signal: r"pidfd_send_signal|sigtimedwait|sigwaitinfo|SIGRT.*|SIGPWR|SIGSTKFLT|SIGPOLL|SIGCLD",
     socket: r"SO_PEERCRED|SO_PASSCRED|SO_DOMAIN|SO_PROTOCOL|SO_BINDTODEVICE|SO_MARK|SO_PRIORITY"
@@ -49,7 +50,7 @@ _MISSING: dict[types.ModuleType, str] = {
 
 
 def _refusing(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a path that finds nothing where only Linux has something."""
+    """Wrap a function of a path so that it finds nothing in Linux-only folders."""
 
     def find(path: Any = ".", *args: Any, **options: Any) -> Any:
         name = "" if isinstance(path, int) else os.fsdecode(path)  # open and stat take descriptors
@@ -61,13 +62,13 @@ def _refusing(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_files() -> None:
-    builtins.open = io.open = _refusing(io.open)  # pathlib takes the latter
+    builtins.open = io.open = _refusing(io.open)  # pathlib uses the latter
     for name in ("open", "stat", "lstat", "statvfs", "listdir", "scandir", "readlink", "access"):
         setattr(os, name, _refusing(getattr(os, name)))
 
 
 def _refused(call: Callable[..., Any], numbers: Iterable[int], number: int) -> Callable[..., Any]:
-    """A system call that does not know Linux's own requests."""
+    """Wrap a system call so that it rejects Linux's own requests."""
 
     def ask(descriptor: Any, what: int, *args: Any) -> Any:
         if what in numbers:
@@ -78,7 +79,7 @@ def _refused(call: Callable[..., Any], numbers: Iterable[int], number: int) -> C
 
 
 def _on_named_sockets(name: str) -> None:
-    """Refuse names of Unix sockets that stand in no folder."""
+    """Refuse abstract names of Unix sockets."""
     call = getattr(socket.socket, name)
 
     def reach(self: socket.socket, address: Any) -> Any:
@@ -102,7 +103,7 @@ def _without_library() -> None:
             raise AttributeError(f"dlsym: symbol not found: {name}")
         return found(self, name)
 
-    ctypes.CDLL.__init__ = open_library  # type: ignore[method-assign]  # for all that is opened
+    ctypes.CDLL.__init__ = open_library  # type: ignore[method-assign]  # for every library that is opened
     ctypes.CDLL.__getattr__ = find  # type: ignore[method-assign]  # likewise
 
 
@@ -119,11 +120,11 @@ def _limits() -> None:
         return tuple(_UNLIMITED if each == linux_unlimited else each for each in (soft, hard))  # type: ignore[return-value]  # two
 
     resource.getrlimit = limits
-    resource.RLIM_INFINITY = _UNLIMITED  # type: ignore[misc]  # as long as this Python runs
+    resource.RLIM_INFINITY = _UNLIMITED  # type: ignore[misc]  # for the lifetime of this Python
 
 
 class _WithoutGloo:
-    """Lets torch's Gloo be there and make no device, as where it has no sockets that it knows."""
+    """Make torch's Gloo importable but unable to create a device, as without usable sockets."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name != "torch.distributed.distributed_c10d":
@@ -148,9 +149,9 @@ class _WithoutGloo:
 
 
 def _simulate() -> None:
-    sysconfig.get_config_vars()  # from a file that is named by the platform
+    sysconfig.get_config_vars()  # from a file named after the platform
     sys.platform = "darwin"
-    proxies = types.ModuleType("_scproxy")  # which urllib asks there
+    proxies = types.ModuleType("_scproxy")  # urllib imports it on macOS
     proxies.__dict__.update(_get_proxies=dict, _get_proxy_settings=dict)
     sys.modules["_scproxy"] = proxies
     for module, names in _MISSING.items():

@@ -1,4 +1,4 @@
-"""A world of one on a system without Linux: what Python is told there, ``sitecustomize`` says."""
+"""A world of one on a system without Linux; ``sitecustomize`` says what Python lacks there."""
 
 import os
 import re
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.long  # each starts a Python, or several, and nothing else waits for it
+pytestmark = pytest.mark.long  # each starts one or more Pythons, and no other test waits for them
 
 _FOLDER = Path(__file__).parent
 _ROOT = _FOLDER.parents[1]
 
 
 def run(*command: str, statuses: Collection[int] = (0,)) -> str:
-    """What a Python without Linux prints and tells, the Pythons that it starts included."""
+    """Return what a Python without Linux prints, including its child processes."""
     done = subprocess.run(  # our own interpreter, our own text
         [sys.executable, *command],
         stdout=subprocess.PIPE,
@@ -48,7 +48,7 @@ def test_a_whole_program_runs(tmp_path: Path) -> None:
 
 def test_the_doctor_tells_that_it_is_not_linux_and_finds_no_fault() -> None:
     told = run("-m", "objcomm", "doctor", statuses=(0, 1))
-    # How soon this machine's resolver answers is its own matter.
+    # The speed of this machine's resolver is not tested.
     assert set(re.findall(r"(?:WARNING|ERROR) (\S+):", told)) <= {"slow-names"}
     assert "NOTE system" in told
     assert "the system is 'darwin', and several ranks have only been tested on Linux" in told
