@@ -1,4 +1,4 @@
-# Everything happens in .venv inside this checkout; Python 3.11 and make are all it needs.
+# Everything is installed into .venv in this checkout; it needs only Python 3.11 and make.
 # Another interpreter: make PYTHON=/path/to/python3.11 test
 
 PYTHON ?= python3
@@ -6,35 +6,34 @@ VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= demo-out
 
-# -c: the versions that the suite was run with. The variable pins what builds the package, too.
+# -c: the versions that the suite was run with. The variable also pins what builds the package.
 INSTALL := PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet \
 	--disable-pip-version-check -c constraints.txt
 
-# Wherever it is set: each process that a test starts would compile all that it imports.
+# Unset, because otherwise each process that a test starts would compile all its imports.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test test-long test-newest lint format types docs bench bench-smoke package release clean
 
 help:
 	@echo 'make demo    four ranks train and evaluate on real data; results in $(OUT)/'
-	@echo 'make test    what tells that a change broke something, in minutes'
+	@echo 'make test    the tests that show within minutes whether a change broke something'
 	@echo 'make test-long   the rest: every fault, the soak, hosts, examples, the package'
-	@echo 'make test-newest   what other versions than those of constraints.txt may break'
+	@echo 'make test-newest   what versions other than those in constraints.txt may break'
 	@echo 'make lint    ruff, codespell, prose      make format   let ruff fix what it can'
 	@echo 'make types   mypy and pyright, strict    make docs     build the site into site/'
 	@echo 'make bench   measure everything and write docs/benchmarks.md and targets.md; takes long'
-	@echo 'make bench-smoke shows within a minute that the benchmarks run'
-	@echo 'make package build dist/, and try it where nothing else is installed; test-long does it'
-	@echo 'make release the same, and upload it: see RELEASING.md'
-	@echo 'make clean   remove .venv and all that was built'
+	@echo 'make bench-smoke check within a minute that the benchmarks run'
+	@echo 'make package build dist/, and try it in an empty environment; test-long includes it'
+	@echo 'make clean   remove .venv and everything built'
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m objcomm.demo --config objcomm/demo/digits.toml --nproc 4 --out $(OUT)
 
-# More tests run side by side than there are cores, because each waits now and then. With 6 two cores
-# are busy all the time; with 8 `make test` took 390 s instead of 361, as each process collects all
-# tests for itself. Those of `make test-long` wait for longer. A process has its own ranks, so it may
-# take any test; who is done first takes over from the others.
+# More tests run in parallel than there are cores, because each waits now and then. With 6, two
+# cores are always busy; with 8, `make test` took 390 s instead of 361, because each process
+# collects all tests itself. The tests of `make test-long` wait longer. Each process has its own
+# ranks, so it can run any test; one that runs out of tests takes some from the others.
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 6 --dist worksteal -m "not long" $(PYTEST_ARGS)
@@ -42,8 +41,9 @@ test: $(VENV)/.dev
 test-long: $(VENV)/.dev $(VENV)/.package
 	$(BIN)/python -m pytest -n 8 --dist worksteal -m long $(PYTEST_ARGS)
 
-# What a user gets today, where test has the constraints' versions: all that objcomm and torch need,
-# and numpy, but not another torch, which takes minutes to fetch. The rest is the first environment's.
+# What a user gets today, while `make test` has the versions of the constraints: all requirements of
+# objcomm and torch, and numpy, but not another torch, which takes minutes to download. The rest is
+# from .venv.
 NEWEST := $(VENV)-newest
 test-newest: $(VENV)/.dev
 	rm -rf $(NEWEST)

@@ -411,7 +411,7 @@ def _check_abort(link: Link, ending: Connections, others: list[int]) -> None:
 
     Args:
         link: stays open.
-        ending: is aborted.
+        ending: rank 0 aborts it.
         others: the other ranks.
     """
     awaited = others if ending.rank == 0 else [0]

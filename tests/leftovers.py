@@ -78,7 +78,7 @@ def _descriptors() -> collections.Counter[str]:
     for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208  # names only; entries come and go
         try:
             target = os.readlink(f"/proc/self/fd/{entry}")  # noqa: PTH115  # not a path of a file
-        except OSError:  # the listing's own
+        except OSError:  # the descriptor of this listing
             continue
         kinds[target.partition(":")[0] if ":" in target else target] += 1
     return kinds

@@ -19,8 +19,8 @@ pickled("classes", lambda: [int, Colour, Plain, collections.OrderedDict])
 pickled("builtin functions", lambda: [len, operator.add, functools.reduce])
 pickled("module", lambda: types)
 for _nbytes in (0, 10, 100_000):
-    pickled(f"memoryview of {_nbytes}", lambda n=_nbytes: memoryview(bytes(n)))  # type: ignore[misc]  # of its own n
-    pickled(f"writable memoryview of {_nbytes}", lambda n=_nbytes: memoryview(bytearray(n)))  # type: ignore[misc]  # of its own n
+    pickled(f"memoryview of {_nbytes}", lambda n=_nbytes: memoryview(bytes(n)))  # type: ignore[misc]  # binds this n
+    pickled(f"writable memoryview of {_nbytes}", lambda n=_nbytes: memoryview(bytearray(n)))  # type: ignore[misc]  # binds this n
     pickled(f"object over a buffer of {_nbytes}", functools.partial(Blob, bytes(_nbytes)))
 pickled("exception", lambda: ValueError("é", 1))
 pickled("exception of two arguments", lambda: TwoArgumentError(3, "no"))

@@ -409,7 +409,7 @@ def test_processes_that_a_program_spawns_are_reached(tmp_path: Path) -> None:
     assert squares == "[0, 1, 4, 9]"
     replaced, head, *lines, last = told(run)
     assert "object collectives on 2 ranks" in head
-    assert _row(lines[1])[:3] == ("all_gather_object", "2", "1")  # type: ignore[index]  # it is one
+    assert _row(lines[1])[:3] == ("all_gather_object", "2", "1")  # type: ignore[index]  # it is a row
     # Then the program itself, which made no call; nothing from the loader's worker.
     assert re.match(r"no call of torch's object collectives in [\d.]+ s \(process ", last)
     assert len(lines) == 4

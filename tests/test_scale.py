@@ -136,7 +136,7 @@ def test_the_model_says_the_same_each_time(operation: str) -> None:
 @pytest.mark.parametrize("operation", ["barrier", "broadcast", "gather", "scatter"])
 def test_of_many_ranks_none_serves_more_than_sixteen(operation: str) -> None:
     found = run(operation, _hosts(512, 8), 200, _MACHINE, _COSTS)
-    assert found.connections <= 16 + 1  # and its parent
+    assert found.connections <= 16 + 1  # plus its parent
 
 
 def test_torchs_ring_has_two_halves_of_each_part_for_each_rank() -> None:

@@ -126,7 +126,7 @@ class Worker:
         stacks.close()
 
     def report(self) -> Report:
-        """Read the report that is ready, or find that the worker has died."""
+        """Read the report that is ready, or report that the worker has died."""
         try:
             received = self.orders.recv()
         except (EOFError, ConnectionResetError):

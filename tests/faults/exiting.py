@@ -25,7 +25,7 @@ from objcomm._failures import mesh
 from objcomm._world import store_of
 from tests.printed import without_gloo
 
-#: What happens just before the end.
+#: The last event of each job.
 EVENTS = [
     "traffic",
     "large",

@@ -214,8 +214,8 @@ def _end_patience() -> None:
     With the extra patience for a busy machine, that is 16 s after a timeout.
     """
     dog = watchdog._watchdogs.watchdog()  # noqa: SLF001  # the package need not hurry
-    dog._fallbacks[:] = [(0.0, end) for _, end in dog._fallbacks]  # noqa: SLF001  # likewise
-    dog._nudge()  # noqa: SLF001  # likewise
+    dog._fallbacks[:] = [(0.0, end) for _, end in dog._fallbacks]  # noqa: SLF001  # same reason
+    dog._nudge()  # noqa: SLF001  # same reason
 
 
 def _division(case: Case, rank: int) -> Callable[[], Any]:
@@ -248,7 +248,7 @@ def _suffer(
         return
     if case.phase is Phase.CALLBACK:
         made = helpers.call if case.operation in HELPERS else _with_callback
-        call = lambda: made(case, strike)  # noqa: E731  # it takes the other's place
+        call = lambda: made(case, strike)  # noqa: E731  # replaces the other one
     with armed(case, strike):
         seen = _seen(case, case.victim, call)
     pipe.send(seen)

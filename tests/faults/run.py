@@ -35,7 +35,7 @@ _WAKE_AGAIN_SECONDS = 0.1
 
 @dataclass
 class Outcome:
-    """What a case has led to.
+    """The outcome of a case.
 
     Attributes:
         case: the case.

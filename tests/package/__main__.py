@@ -39,7 +39,7 @@ def main() -> None:
         source, wheel = _step("build", build)
         _step("contents", lambda: check_contents(source, wheel))
         _step("metadata", lambda: _run(*_TWINE, source, wheel))
-        # The one reads and computes, while the other mostly writes to the disk.
+        # One reads and computes, while the other mostly writes to the disk.
         suite = beside.submit(
             _step, "suite of the source archive", lambda: check_suite(source, folder / "source")
         )

@@ -12,7 +12,7 @@ _FENCE = re.compile(r"^```(python|text)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTI
 
 
 class Step(NamedTuple):
-    """One command of a page.
+    """A command on a page.
 
     Attributes:
         words: the command line.

@@ -80,7 +80,7 @@ class _DLManagedTensor(ctypes.Structure):
     )
 
 
-_EXTENSION = 12  # kDLExtDev, which torch takes for PrivateUse1
+_EXTENSION = 12  # kDLExtDev, which is PrivateUse1 in torch
 _UNSIGNED = 1  # kDLUInt
 
 _new_capsule = ctypes.PYFUNCTYPE(

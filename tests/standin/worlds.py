@@ -17,7 +17,7 @@ def join(backends: str = BOTH, *, timeout_s: float = 120.0) -> None:
     """Join as the rank that the test assigned; device 1 is rank 0's current one.
 
     Args:
-        backends: as ``dist.init_process_group`` takes them.
+        backends: the ``backend`` argument of ``dist.init_process_group``.
         timeout_s: the timeout of the group's backends, which ends a stalled device path.
     """
     backend.set_up()

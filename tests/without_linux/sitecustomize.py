@@ -117,7 +117,7 @@ def _limits() -> None:
         soft, hard = asked(which)
         if which == resource.RLIMIT_NOFILE:
             hard = linux_unlimited
-        return tuple(_UNLIMITED if each == linux_unlimited else each for each in (soft, hard))  # type: ignore[return-value]  # two
+        return tuple(_UNLIMITED if each == linux_unlimited else each for each in (soft, hard))  # type: ignore[return-value]  # always two
 
     resource.getrlimit = limits
     resource.RLIM_INFINITY = _UNLIMITED  # type: ignore[misc]  # for the lifetime of this Python
