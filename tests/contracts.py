@@ -290,7 +290,7 @@ def _check_taking(link: Link, ending: Connections, others: list[int]) -> None:
     tag = head_tag(5)
     ending.expect(others, tag)
     if ending.rank == 0:
-        for peer in others if ending.is_interruptible else ():  # others may close because of it
+        for peer in others if ending.is_interruptible else ():  # a timeout may close other links
             with pytest.raises(LinkTimeout):
                 ending.take(peer, head_tag(6), time.monotonic() + _MOMENT_SECONDS)
         sent = [ending.send(bytes([each]) * 100, peer, tag) for peer in others for each in range(3)]
@@ -419,7 +419,7 @@ def _check_abort(link: Link, ending: Connections, others: list[int]) -> None:
         *[[ending.recv(_filled(0, 1), peer, head_tag(0)) for _ in range(2)] for peer in awaited],
         strict=True,
     )
-    # For the first of each, the end has not been seen before the transfer is requested.
+    # No rank waits for the first transfer of each pair until after the abort.
     taken, sent = zip(
         *[[ending.send(_filled(0, 1), peer, head_tag(0)) for _ in range(2)] for peer in awaited],
         strict=True,
@@ -639,7 +639,7 @@ def _aborted_when_closed(link: Connections, peer: int) -> Iterator[None]:
 
 
 def _sent(link: Link, peer: int, tag: int) -> list[Pending]:
-    """Start a long transfer once its receiver wants it."""
+    """Start a long transfer, in the pieces that its receiver expects."""
     flat = _filled(link.rank, _HUGE_NBYTES)
     return [link.send(piece, peer, tag) for piece in _cut(link, flat)]
 

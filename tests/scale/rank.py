@@ -184,7 +184,7 @@ def faults(place: _Place) -> dict[str, Heard]:
     began = time.monotonic()
 
     def call() -> None:
-        if is_it["other call"]:  # and returns without the others
+        if is_it["other call"]:  # as a sender it need not wait in it
             objcomm.gather(0, timeout=_LIMIT_S)
         objcomm.barrier(timeout=_LIMIT_S)
 
