@@ -160,7 +160,7 @@ def _large_work_in_flight(rank: int) -> None:
 
 
 class _Slow:
-    """Keep a thread busy on the receiving rank while no rank waits for another."""
+    """An object that keeps the lane busy where it arrives, while no rank waits for another."""
 
     def __setstate__(self, state: object) -> None:
         time.sleep(0.5)

@@ -1,7 +1,7 @@
 """The part of each rank when two of them talk: the victim, its partner, and uninvolved ranks.
 
-After its own call, the partner sends a message to each uninvolved rank: they receive it, because
-the victim's fault must not reach them. In a ring every rank is involved.
+Each uninvolved rank receives a message that the partner sends after its own call, which the
+victim's fault must not disturb. In a ring every rank is involved.
 """
 
 from collections.abc import Callable

@@ -161,7 +161,7 @@ def _shape(chance: _Draw, dims_max: int = 4) -> list[int]:
 
 
 def _tensor(chance: _Draw, _: int = 0) -> list[Any]:
-    """Draw roughly a tensor over a buffer of the targets: the first has 64 bytes, the last none."""
+    """Draw a tensor's parts over the targets' buffers: the first has 64 bytes, the last none."""
     dtype = chance.choice(("uint8", "float32", "int64", *tensors.DTYPES))
     nbytes = tensors.DTYPES[dtype].itemsize
     at, shape = 4, [0]

@@ -144,8 +144,7 @@ class _Run:
     def begin_anew(self) -> None:
         """Let all survivors create a group of the ranks that they know to be alive.
 
-        If one of them names others, they would wait for each other without success, so skip it
-        then.
+        Skipped if one of them names others, because they would wait for each other until a timeout.
         """
         if any(
             seen[-1].peers != (self._number(self._trial.victim),) for seen in self._seen.values()
