@@ -149,7 +149,7 @@ def test_only_transports_communicate(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "_world"])
-def test_only_the_world_tells_which_ranks_a_group_has(name: str) -> None:
+def test_only_the_world_reads_a_groups_ranks(name: str) -> None:
     assert not calls_on_torch_distributed(MODULES[name]) & TRANSLATION
 
 

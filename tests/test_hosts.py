@@ -238,7 +238,7 @@ def test_objects_of_any_kind_reach_ranks_on_other_hosts(finished: Finished) -> N
     assert others == [first] * 3
 
 
-def test_hosts_are_told_apart(finished: Finished) -> None:
+def test_hosts_are_distinguished(finished: Finished) -> None:
     names = [name for name in finished.names for _ in range(4 // len(finished.names))]
     firsts = [names.index(name) for name in names]
     assert finished.all_gave("host") == [names] * 4
@@ -342,7 +342,7 @@ def test_hosts_that_cannot_reach_each_other_are_named_on_all(four: Finished) -> 
     assert four.all_gave("joined") == [[0, 1, 2, 3]] * 4
 
 
-def test_a_connection_that_is_refused_is_told_on_all_by_its_two_ranks(four: Finished) -> None:
+def test_a_refused_connection_is_reported_on_all_ranks(four: Finished) -> None:
     errors = four.all_gave("refused")
     assert all(isinstance(error, TransportError) for error in errors), errors
     assert [sorted(error.peers) for error in errors] == [[1, 2], [2], [1], [1, 2]]
@@ -381,7 +381,7 @@ def test_the_guides_commands_work(tmp_path: Path) -> None:
     assert sorted(lines) == told.splitlines(), errors
 
 
-def test_what_a_launcher_has_set_is_of_another_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launchers_variables_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "MASTER_ADDR", "SLURM_PROCID", "OBJCOMM_TRANSPORT", "RANKING"):
         monkeypatch.setenv(name, "1")
     kept = environment_of_no_job()

@@ -53,7 +53,7 @@ def test_help_waits_for_no_torch(command: str) -> None:
     assert f"usage: python -m {command}" in printed
 
 
-def test_the_version_is_told_without_torch() -> None:
+def test_the_version_is_printed_without_torch() -> None:
     printed = run_python(
         """
         import sys

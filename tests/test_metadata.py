@@ -84,7 +84,7 @@ def test_the_version_is_one_that_can_be_published() -> None:
     assert PROJECT["dynamic"] == ["version"]
 
 
-def test_nothing_tells_to_install_what_no_index_has() -> None:
+def test_no_text_says_to_install_objcomm_from_an_index() -> None:
     """No index has objcomm, so a text must name the missing package itself, not an extra."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").iterdir()]
     for path in [*pages, *(ROOT / "objcomm").rglob("*.py")]:

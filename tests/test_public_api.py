@@ -65,7 +65,7 @@ def test_a_name_that_is_not_there_is_said_to_be_missing() -> None:
     assert not hasattr(objcomm, "_private")
 
 
-def test_a_name_that_stands_in_a_topic_is_told_so() -> None:
+def test_a_missing_name_points_to_the_module_that_has_it() -> None:
     with pytest.raises(AttributeError, match=r"it is objcomm\.metrics\.all_gather_scalar$"):
         getattr(objcomm, "all_gather_scalar")  # noqa: B009  # type checkers know that it is missing
 

@@ -441,7 +441,7 @@ def test_another_sitecustomize_is_still_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("prefix", "count"), [(sys.prefix, 1), ("/another/environment", 0)])
-def test_a_python_of_another_environment_is_let_be(prefix: str, count: int) -> None:
+def test_a_python_of_another_environment_is_left_alone(prefix: str, count: int) -> None:
     program = "import sys; print([type(each).__name__ for each in sys.meta_path].count('_Finder'))"
     run = python("-c", program, PYTHONPATH=_STARTUP, OBJCOMM_RUN=f"1 0 {prefix}")
     assert (run.status, run.out, run.err) == (0, f"{count}\n", "")

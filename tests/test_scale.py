@@ -94,7 +94,7 @@ def test_ranks_wait_for_a_processor_where_a_host_has_fewer() -> None:
     assert sorted(world.run(on_rank)) == [4.0, 4.0, 8.0]
 
 
-def test_ranks_that_wait_for_each_other_are_no_endless_run() -> None:
+def test_a_deadlock_in_the_model_ends_the_run() -> None:
     world = World([0, 0], _MACHINE)
     with pytest.raises(DeadlockError, match="2 ranks wait"):
         world.run(lambda rank: world.wait(rank, world.recv(rank, 1 - rank, 0)))

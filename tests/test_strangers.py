@@ -136,7 +136,7 @@ def test_cards_that_lead_nowhere_are_passed_over(tmp_path: Path) -> None:
     assert {kind for kind, _ in told} == {"Unix sockets and TCP"}
 
 
-def test_the_intruder_is_one() -> None:
+def test_the_intruder_reaches_listeners() -> None:
     """It finds a listener and its messages arrive: otherwise the tests above prove nothing."""
     listen = (
         "import socket; s = socket.socket(socket.AF_UNIX); s.bind('\\0objcomm/' + 'a' * 32); "

@@ -26,7 +26,7 @@ def test_a_machine_with_others_to_serve_is_slower() -> None:
     assert slowness.factor > 1.2
 
 
-def test_of_a_block_that_is_over_at_once_a_whole_turn_is_measured() -> None:
+def test_a_short_block_is_measured_over_one_full_turn() -> None:
     """No turn is faster than it should be; part of one would make a busy machine look fast."""
     beside = [sys.executable, "-I", "-S", "-c", waits._BESIDE]  # noqa: SLF001  # a factor is never below 1
     done = subprocess.run(beside, input="", capture_output=True, text=True, check=True)

@@ -66,7 +66,7 @@ def test_missing_ranks_are_named() -> None:
     assert found.what == "did not arrive within 30 s; ranks 0, 2 did"
 
 
-def test_who_is_there_twice_is_named_before_who_is_missing() -> None:
+def test_duplicate_ranks_are_named_before_missing_ranks() -> None:
     double = report(1, host=1, pid=7)
     found = findings(evidence(report(0), report(1), report(2), others=(double,)))
     assert [each.name for each in found] == ["duplicate-rank", "missing-ranks"]
@@ -74,18 +74,18 @@ def test_who_is_there_twice_is_named_before_who_is_missing() -> None:
     assert "another's rank" in found[1].remedy
 
 
-def test_another_world_size_is_told() -> None:
+def test_a_different_world_size_is_reported() -> None:
     outside = report(5, world_size=8)
     found = only(evidence(others=(outside,)))
     assert (found.name, found.ranks) == ("world-size", (5,))
     assert found.what == "WORLD_SIZE=8, but on rank 0 it is 4"
 
 
-def test_a_rank_that_fell_silent_is_told() -> None:
+def test_a_rank_that_stopped_answering_is_reported() -> None:
     assert only(evidence(silent=(3,))).name == "silent-ranks"
 
 
-def test_variables_that_are_wrong_are_told_with_what_to_do() -> None:
+def test_wrong_variables_are_reported_with_a_remedy() -> None:
     problem = "RANK=4 is not between 0 and WORLD_SIZE=4 - 1; count from 0"
     odd = report(UNKNOWN, place_problem=problem)
     found = only(Evidence(1, {UNKNOWN: odd}))
@@ -94,7 +94,7 @@ def test_variables_that_are_wrong_are_told_with_what_to_do() -> None:
     assert found.where == "a process on node0"
 
 
-def test_a_rendezvous_that_was_not_reached_is_told_alone() -> None:
+def test_an_unreachable_rendezvous_is_the_only_finding() -> None:
     odd = report(2, meeting_problem="node9: no answer; or so; set MASTER_ADDR")
     found = only(Evidence(4, {2: odd}))
     assert (found.name, found.ranks, found.remedy) == ("rendezvous", (2,), "set MASTER_ADDR")
@@ -136,7 +136,7 @@ def test_an_interface_that_gloo_cannot_use() -> None:
         ("", "set GLOO_SOCKET_IFNAME=eth0"),
     ],
 )
-def test_the_interface_is_suggested_that_leads_to_the_store_and_else_one_that_leads_elsewhere(
+def test_the_suggested_interface_leads_to_the_store_or_else_to_another_network(
     caller: str, remedy: str
 ) -> None:
     there = (("lo", "127.0.0.1"), ("eth0", "10.0.0.1"), ("bond0", "10.1.0.1"))
@@ -180,7 +180,7 @@ def test_packets_that_are_lost_both_ways_are_one_finding_however_each_end_sees_i
     )
 
 
-def test_one_way_is_told_as_one_way() -> None:
+def test_packets_lost_in_one_direction_are_reported_as_such() -> None:
     found = only(unreached(evidence(), (0, 3), problem="connection refused"))
     assert found.what == "rank 0 can't reach rank 3 at 10.0.0.2: connection refused"
 
@@ -210,7 +210,7 @@ def test_the_line_for_a_name_on_one_host_and_lines_for_many() -> None:
     assert "'::ffff:10.0.0.7 node0' and 2 more; or" in only(evidence(lookups=several)).remedy
 
 
-def test_names_that_are_quick_are_no_finding() -> None:
+def test_fast_name_lookups_are_not_a_finding() -> None:
     assert findings(evidence(lookups=(Lookup(0, 2, "::ffff:10.0.0.2", 0.02, 50),))) == []
     nobody = Lookup(0, 9, "::ffff:10.0.0.9", 5.0, 1)  # from a stranger, for no rank of the job
     assert findings(evidence(lookups=(nobody,))) == []
@@ -227,7 +227,7 @@ def test_versions_that_differ(package: str, version: str, severity: str) -> None
     assert version.rpartition(".")[0] in found.what
 
 
-def test_a_patch_of_python_is_no_other_version() -> None:
+def test_a_different_python_patch_release_is_not_a_finding() -> None:
     odd = dict(report(0).versions) | {"Python": "3.11.9"}
     assert findings(with_one(2, versions=tuple(odd.items()))) == []
 
@@ -347,7 +347,7 @@ def test_who_names_a_few_hosts_and_counts_the_others() -> None:
     assert found.where == "ranks 0-6 on node0, node1, node2, node3 and 3 more"
 
 
-def test_reports_know_what_they_are_of() -> None:
+def test_reports_identify_their_subject() -> None:
     assert isinstance(report(0), Report)
     assert evidence().machines == {"node0/boot", "node1/boot"}
 

@@ -75,5 +75,5 @@ def test_a_resolver_that_never_answers_holds_nobody(monkeypatch: pytest.MonkeyPa
     may_end.set()
 
 
-def test_nobody_is_looked_up_where_nobody_came() -> None:
+def test_no_name_is_looked_up_if_no_rank_came() -> None:
     assert lookups(1, {}, 1.0) == ()

@@ -114,9 +114,7 @@ def test_a_rank_may_answer_later_than_its_host() -> None:
 
 
 @pytest.mark.parametrize(("said", "problem"), [(TOKEN, "large ones are lost"), ("", "no answer")])
-def test_a_rank_whose_large_packets_are_lost_is_told_from_one_that_is_silent(
-    said: str, problem: str
-) -> None:
+def test_lost_large_packets_are_distinguished_from_a_silent_rank(said: str, problem: str) -> None:
     is_over = threading.Event()
     with socket.create_server((HERE, 0)) as server:
 
@@ -134,7 +132,7 @@ def test_a_rank_whose_large_packets_are_lost_is_told_from_one_that_is_silent(
     assert problem in found.problem
 
 
-def test_who_does_not_listen_is_not_tried() -> None:
+def test_ranks_that_do_not_listen_are_not_tried() -> None:
     assert contact(peer(0), 60.0, NEVER).problem == "it does not listen"
 
 

@@ -34,7 +34,7 @@ def test_in_a_large_world_every_rank_is_in_some_pair() -> None:
     assert all(one < two for one, two in found)
 
 
-def test_neighbours_come_before_who_is_across() -> None:
+def test_neighbors_come_before_distant_ranks() -> None:
     assert distances(16) == [1, 8, 2, 4, 3, 5, 6, 7]
 
 

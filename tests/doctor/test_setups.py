@@ -126,7 +126,7 @@ def test_a_wrong_interface_is_named(agent: Agent, told: Path) -> None:
     assert "unreachable" not in found  # the interface explains it
 
 
-def test_a_wrong_port_and_a_name_that_is_none_are_told_by_the_ranks_that_have_them(
+def test_the_ranks_with_a_wrong_port_or_name_report_it(
     told: Path,
 ) -> None:
     port, other = free_port(), 1  # nobody listens on it
@@ -194,13 +194,13 @@ def test_a_program_that_listens_and_is_silent_holds_no_rank() -> None:
     assert "set MASTER_PORT" in one.err
 
 
-def test_another_jobs_store_is_not_taken_for_ones_own(agent: Agent) -> None:
+def test_another_jobs_store_is_recognized(agent: Agent) -> None:
     (zero,) = said([start(place(0, 2, agent.store.port), SHORT)])
     assert zero.status == 1
     assert "accepts connections, but no doctor's rank 0" in " ".join(zero.out.split())
 
 
-def test_a_rank_that_cannot_be_is_told_so() -> None:
+def test_an_impossible_rank_is_rejected() -> None:
     (odd,) = said([start(place(2, 2, 29500), SHORT)])
     assert odd.status == 1
     assert "RANK=2 is not between 0 and WORLD_SIZE=2 - 1" in " ".join(odd.err.split())

@@ -52,7 +52,7 @@ if jobs:
 """
 
 
-def test_what_is_in_flight_at_the_end_is_reported(tmp_path: Path) -> None:
+def test_outstanding_work_at_exit_is_reported(tmp_path: Path) -> None:
     """The program may have kept the work or not."""
     script = tmp_path / "script.py"
     script.write_text(_NEVER_WAITED_FOR)

@@ -53,7 +53,7 @@ def test_all_that_wait_name_it_within_2_s_and_go_on_without_it(trial: Trial) -> 
 @pytest.mark.long
 @pytest.mark.timed
 @pytest.mark.parametrize("operation", CALLS)
-def test_the_same_of_each_operation_with_any_two_ranks(operation: str) -> None:
+def test_waiting_ranks_name_the_dead_in_each_operation_with_any_two_ranks(operation: str) -> None:
     trial = random.choice(list(before_their_calls(operation)))
     assert not carry_out(trial), str(trial)
 
@@ -67,7 +67,7 @@ def test_a_limit_that_passes_meanwhile_tells_of_the_death(trial: Trial) -> None:
 
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.long)])
 @ranks(3, expect_dead={2})
-def test_a_survivor_that_has_heard_makes_a_group_and_is_no_desync(turn: int) -> None:
+def test_a_survivor_may_create_a_group_without_a_desync(turn: int) -> None:
     """Rank 1 learns of it in a message and continues; rank 0 still waits in the world for both."""
     del turn
     objcomm.barrier()
@@ -92,7 +92,7 @@ def test_a_survivor_that_has_heard_makes_a_group_and_is_no_desync(turn: int) -> 
 
 @pytest.mark.timed
 @ranks(3, expect_dead={2})
-def test_a_death_is_heard_of_on_one_lane_while_another_awaits_the_same_rank() -> None:
+def test_one_lane_reports_a_death_while_another_waits_for_the_same_rank() -> None:
     """A broadcast needs only its source; the concurrent gather also needs the dead rank."""
     objcomm.barrier()
     heard: list[BaseException] = []

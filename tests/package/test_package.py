@@ -18,7 +18,7 @@ _DEADLINE_S = 1700.0
 @pytest.mark.long
 @pytest.mark.lasting
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git tells what belongs into the archives")
-def test_what_is_built_installs_and_does_what_the_pages_tell(tmp_path: Path) -> None:
+def test_the_archives_install_and_run_the_pages_programs(tmp_path: Path) -> None:
     # pip may resolve an index's name for longer than ranks do, see ``tests/conftest.py``.
     of_tests = ("PYTEST_", "RES_OPTIONS")
     own = {name: value for name, value in os.environ.items() if not name.startswith(of_tests)}

@@ -37,11 +37,13 @@ def test_a_rule_finds_its_bad_sentence_and_none_finds_its_good_one(rule: dict[st
     assert faults(rule["good"]) == []
 
 
-def test_of_a_page_the_prose_is_read() -> None:
+def test_only_the_prose_of_a_page_is_read() -> None:
     assert [line for line, _ in faults(PAGE)] == [1]
 
 
 @pytest.mark.parametrize(("with_strings", "lines"), [(False, [1, 11]), (True, [1, 11, 11, 14])])
-def test_of_python_the_texts_are_read(*, with_strings: bool, lines: list[int]) -> None:
+def test_only_comments_and_strings_of_python_are_read(
+    *, with_strings: bool, lines: list[int]
+) -> None:
     text = python_prose(MODULE, with_strings=with_strings)
     assert [line for line, _ in faults(text)] == lines

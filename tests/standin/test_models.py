@@ -92,7 +92,7 @@ def test_gradients_are_averaged_on_the_devices() -> None:
 
 
 @ranks(2, 3, joined=False)
-def test_tensors_are_changed_where_they_lie() -> None:
+def test_tensors_are_changed_in_place() -> None:
     join()
     rank, size = objcomm.rank(), objcomm.world_size()
     elsewhere = torch.device("standin", (device.current_device() + 1) % device.COUNT)
@@ -207,7 +207,7 @@ def test_calls_in_the_background_combine_on_the_callers_stream() -> None:
 
 
 @ranks(2, 3, joined=False)
-def test_who_has_no_room_on_its_device_says_so_before_others_wait_there() -> None:
+def test_a_full_device_fails_before_others_wait_there() -> None:
     join()
     rank, last = objcomm.rank(), objcomm.world_size() - 1
     tensor = torch.ones(20 * LARGE).to("standin")

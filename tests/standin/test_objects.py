@@ -235,7 +235,7 @@ def test_a_world_of_gloo_takes_them_through_the_cpu() -> None:
 
 
 @ranks(2, joined=False)
-def test_who_uses_no_device_makes_no_context_on_one() -> None:
+def test_a_program_without_devices_creates_no_context() -> None:
     join()
     assert_group_works()
     got = objcomm.all_gather({"lr": 0.1, "w": torch.ones(LARGE), "raw": bytes(LARGE)})

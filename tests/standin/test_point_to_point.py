@@ -140,7 +140,7 @@ def test_many_in_flight_move_in_one_order_for_both_ranks() -> None:
 
 
 @ranks(2, joined=False)
-def test_who_waits_behind_a_slow_transfer_is_in_no_circle() -> None:
+def test_waiting_behind_a_slow_transfer_is_not_a_deadlock() -> None:
     join()
     if here().rank == 0:
         hear("both are begun")
@@ -157,7 +157,7 @@ def test_who_waits_behind_a_slow_transfer_is_in_no_circle() -> None:
 
 
 @ranks(2, joined=False)
-def test_two_that_send_each_other_slowly_are_in_no_circle() -> None:
+def test_two_ranks_that_send_each_other_slowly_are_not_deadlocked() -> None:
     join()
     rank, other = here().rank, 1 - here().rank
     if rank == 0:
