@@ -25,6 +25,7 @@ help:
 	@echo 'make bench   measure everything and write docs/benchmarks.md and targets.md; takes long'
 	@echo 'make bench-smoke check within a minute that the benchmarks run'
 	@echo 'make package build dist/, and try it in an empty environment; test-long includes it'
+	@echo 'make release the same, and upload it: see RELEASING.md'
 	@echo 'make clean   remove .venv and everything built'
 
 demo: $(VENV)/.demo

@@ -286,7 +286,7 @@ def check_shape(what: str, shape: Any) -> None:
 
 
 def is_coo_tensor(obj: object) -> bool:
-    """Return whether ``obj`` is a sparse tensor of coordinates, which consists of two plain tensors."""
+    """Return whether ``obj`` is a sparse tensor of coordinates, made of two plain tensors."""
     return type(obj) is torch.Tensor and obj.layout is torch.sparse_coo
 
 
