@@ -1,4 +1,4 @@
-"""Messages from one rank to another: ``send``, ``recv`` and what belongs to them.
+"""Point-to-point messages: ``send``, ``recv`` and related calls.
 
-Needs the two ranks only; knows nothing of the calls that all ranks of a group make together.
+Only the two ranks of a message are needed; this package knows nothing of collectives.
 """

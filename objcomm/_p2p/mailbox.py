@@ -1,8 +1,8 @@
-"""Messages from rank to rank that have come to one rank of a group, and who waits for them.
+"""Match point-to-point messages that have arrived at one rank of a group with requests for them.
 
-Pure matching, no traffic: a message goes to the first request that admits its sender and its tag,
-and of several messages that a request admits it takes the one that came first. Neither search is
-longer where there are thousands.
+This module only matches and causes no traffic. A message goes to the first request that matches
+its sender and tag. A request takes the earliest of the messages that match it. The cost of either
+search does not depend on how many messages or requests are waiting.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -28,27 +28,28 @@ if TYPE_CHECKING:
     from objcomm._wire.header import Header
 
 
-# What one rank keeps of another's before somebody asks for it; more waits on the sender.
+# How much of one peer's messages this rank keeps unrequested; any more stays with the sender.
 _KEPT_MAX_NBYTES = 64 << 20
-# Of messages that a receive does not match, an error lists so many.
+# Maximum number of unmatched messages that an error lists.
 _SHOWN = 3
 
 
 @dataclass(slots=True, eq=False)
 class Arrived:
-    """A message whose first part is here.
+    """A message whose first part has arrived.
 
     Attributes:
-        peer: who sent it.
+        peer: the sender.
         tag: its tag.
-        nbytes: of the whole message.
+        nbytes: length of the whole message.
         header: its header; None if this rank sent it to itself.
         raw: its first part.
-        mesh: over which it came.
-        lane: over which it came.
-        obj: what this rank sent to itself.
-        number: the mailbox's own, in the order of arrival.
-        on_taken: called when somebody receives what this rank sent to itself, if the sender waits.
+        mesh: the mesh over which it came.
+        lane: the lane over which it came.
+        obj: the object, if this rank sent it to itself.
+        number: its number in the mailbox, in order of arrival.
+        on_taken: called when an object that this rank sent to itself is received, if the sender
+            waits for that.
     """
 
     peer: int
@@ -64,38 +65,40 @@ class Arrived:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of it has yet to come."""
+        """Whether all of it has arrived."""
         return self.header is None or self.header.is_all_head
 
     def is_lost(self, verdict: Verdict | None) -> bool:
-        """Whether what ended its connection has ended it, too.
+        """Return whether the end of its connection, for the reason in ``verdict``, loses it, too.
 
-        What is not here whole can't come any more; its sender is told by the same verdict. What was
-        sent before a block failed may be part of that block, which nothing outside of it may meet.
+        The missing part of an incomplete message can't arrive any more, and its sender gets the
+        same verdict. A message sent before a block failed may be part of that block, so it must not
+        be matched outside the block.
         """
         return verdict is not None and (not self.is_whole or verdict.cause is Cause.FAILED)
 
     @property
     def is_dead(self) -> bool:
-        """Whether its connection is known to have ended, and it is lost with it."""
+        """Whether its connection is known to have ended in a way that loses it."""
         mesh = self.mesh
         return mesh is not None and mesh.verdict is not None and self.is_lost(mesh.verdict)
 
 
 class RecvRequest:
-    """Somebody who waits for a message.
+    """A receive or probe that waits for a message.
 
     Attributes:
-        src: from this rank; None from any.
-        tag: of this tag; None of any.
-        is_probe: whether the message stays for somebody else.
-        among: who may serve it; None if not known yet. That another one is gone is no news to it.
-        arrival: what was found.
-        verdict: why nothing will come.
-        number: the mailbox's own, in the order in which requests were put; -1 before that.
-        on_end: called once when ``arrival`` or ``verdict`` is there, on whichever thread, also in a
-            step of a link. Must not raise; returns False if the message can't be taken: the next
-            request gets it.
+        src: the required sender; None for any.
+        tag: the required tag; None for any.
+        is_probe: whether the message stays in the mailbox.
+        among: the ranks that may send it; None if not known yet. The loss of any other rank does
+            not affect this request.
+        arrival: the message that was found.
+        verdict: why no message will come.
+        number: its number in the mailbox, in the order in which requests were added; -1 before.
+        on_end: called once when ``arrival`` or ``verdict`` is set, on any thread, possibly during a
+            step of a link. Must not raise. Returns False if the message can't be taken; the next
+            request then gets it.
     """
 
     def __init__(
@@ -106,12 +109,12 @@ class RecvRequest:
         is_probe: bool = False,
         on_end: Callable[[], bool | None] | None = None,
     ) -> None:
-        """Begin.
+        """Create a request that is not in a mailbox yet.
 
         Args:
-            src: from this rank; None from any.
-            tag: of this tag; None of any.
-            is_probe: whether the message stays for somebody else.
+            src: the required sender; None for any.
+            tag: the required tag; None for any.
+            is_probe: whether the message stays in the mailbox.
             on_end: see the attribute.
         """
         self.src = src
@@ -124,21 +127,21 @@ class RecvRequest:
         self.on_end = on_end
 
     def counts_on(self, peer: int) -> bool:
-        """Whether it takes any rank's message, and was put when this one could still send."""
+        """Return whether it accepts any sender, and ``peer`` could still send when it was added."""
         return self.src is None and (self.among is None or peer in self.among)
 
     def tell(self) -> bool:
-        """Let its maker know that it has ended; returns whether a message can be taken."""
+        """Call ``on_end``, once; return whether a message can be taken."""
         on_end, self.on_end = self.on_end, None  # it may hold this request
         return on_end is None or on_end() is not False
 
 
-#: A sender and a tag; None for any.
+#: A sender and a tag; None matches any.
 _Pattern = tuple[int | None, int | None]
 
 
 def _patterns(peer: int, tag: int) -> tuple[_Pattern, ...]:
-    """Those of all requests that admit a message."""
+    """Return the patterns of all requests that match a message."""
     return (peer, tag), (peer, None), (None, tag), (None, None)
 
 
@@ -150,10 +153,10 @@ N = TypeVar("N", bound=_Numbered)
 
 
 class _Shelves(Generic[N]):
-    """What waits, in the order of its numbers, and under each pattern by itself.
+    """Waiting items, in the order of their numbers, both together and by pattern.
 
     Attributes:
-        shelves: by pattern; none is empty.
+        shelves: the items by pattern; no shelf is empty.
     """
 
     __slots__ = ("shelves",)
@@ -162,7 +165,7 @@ class _Shelves(Generic[N]):
         self.shelves: dict[_Pattern, OrderedDict[int, N]] = {}
 
     def put(self, each: N, patterns: tuple[_Pattern, ...]) -> None:
-        """Put something where its number belongs, which is behind all others as a rule."""
+        """Add an item at the position of its number, which is usually the end."""
         for pattern in patterns:
             shelf = self.shelves.get(pattern)
             if shelf is None:
@@ -173,7 +176,7 @@ class _Shelves(Generic[N]):
                 self.shelves[pattern] = OrderedDict(sorted(shelf.items()))
 
     def take(self, each: N, patterns: tuple[_Pattern, ...]) -> bool:
-        """Take it out again; returns whether it was there."""
+        """Remove an item; return whether it was there."""
         is_here = False
         for pattern in patterns:
             shelf = self.shelves.get(pattern)
@@ -183,7 +186,7 @@ class _Shelves(Generic[N]):
         return is_here
 
     def under(self, *patterns: _Pattern) -> Iterator[N]:
-        """All that stands under some patterns, in order."""
+        """Iterate over all items under some patterns, in order."""
         shelves = []
         for each in patterns:
             shelf = self.shelves.get(each)
@@ -194,7 +197,7 @@ class _Shelves(Generic[N]):
         return iter(shelves[0] if shelves else ())
 
     def all(self) -> Iterator[N]:
-        """All that stands under one pattern only, in order."""
+        """Iterate over all items in order, if each has only one pattern."""
         return self.under(*self.shelves)
 
 
@@ -202,17 +205,18 @@ _EMPTY: OrderedDict[int, Arrived] = OrderedDict()
 
 
 class Mailbox:
-    """See the module; one for each group on each rank.
+    """See the module docstring; each rank has one for each group.
 
     Attributes:
-        is_interrupted: whether the calling thread has interrupted one of these steps.
+        is_interrupted: whether the caller is a handler or destructor that interrupted a step of the
+            mailbox on the same thread.
     """
 
     def __init__(self, rank: int, size: int) -> None:
-        """Begin.
+        """Create an empty mailbox.
 
         Args:
-            rank: this one, within the group.
+            rank: this rank, within the group.
             size: number of ranks.
         """
         self._expected = set(range(size)) - {rank}
@@ -224,17 +228,17 @@ class Mailbox:
         self._arrived = _Shelves[Arrived]()
         self._requests = _Shelves[RecvRequest]()
         self._kept_nbytes: dict[int, int] = {}
-        self._credited: set[int] = set()  # who may send one message more than there is room for
-        self._refused: set[int] = set()  # those for whose messages there was no room
+        self._credited: set[int] = set()  # peers that may exceed the limit by one message
+        self._refused: set[int] = set()  # peers with a message that the limit held back
         self._dropped: deque[Arrived] = deque()  # taken out, and to be given back
 
     def expect(self, peer: int, source: object, prompt: Callable[[], object]) -> None:
-        """A rank can send again, after its connection had ended.
+        """Note that a rank can send, over its first connection or a new one.
 
         Args:
-            peer: which.
-            source: its new connection: what is told of the end of an older one counts no more.
-            prompt: lets that connection ask again whether there is room.
+            peer: that rank.
+            source: its new connection; a report that an older one has ended is ignored from now on.
+            prompt: makes that connection ask again whether there is room.
         """
         with self._lock:
             self._sources[peer] = source
@@ -242,31 +246,31 @@ class Mailbox:
             self._expected.add(peer)
 
     def check_uninterrupted(self) -> None:
-        """See that a call of this thread can look, take something out or put something in.
+        """Check that a call on this thread can use the mailbox.
 
         Raises:
-            UsageError: it is a handler's or a destructor's, and has interrupted one that does.
+            UsageError: the caller is a handler or destructor that interrupted a step of it.
         """
         if self.is_interrupted():
             raise UsageError(interrupted("a step of another send or receive"))
 
     def look(self, src: int | None, tag: int | None) -> Arrived | None:
-        """The message that a request would take now; it stays."""
+        """Return the message that a request would take now, without taking it."""
         self._give_back_dropped()
         with self._lock:
             return self._first((src, tag))
 
     def is_wanted(self, peer: int, tag: int) -> bool:
-        """Whether a receive waits that such a message would end."""
+        """Return whether a receive is waiting that such a message would complete."""
         with self._lock:
             waiting = self._requests.under(*_patterns(peer, tag))
             return any(not each.is_probe for each in waiting)
 
     def poll(self, request: RecvRequest) -> Arrived | None:
-        """Give ``request`` a message that is here, as ``meet`` does.
+        """Give ``request`` a message that has arrived, as ``meet`` does.
 
-        Where there is none, one more message may come although there is no room: else who polls for
-        a message behind more than is kept would never see it.
+        If there is none, one more message may exceed the limit. Otherwise a caller that polls for a
+        message behind a full mailbox would never see it.
 
         Returns:
             The message, if there is one.
@@ -279,7 +283,7 @@ class Mailbox:
         return request.arrival
 
     def meet(self, request: RecvRequest) -> bool:
-        """Give ``request`` a message that is here; returns whether there was one."""
+        """Give ``request`` a message that has arrived; return whether there was one."""
         if self._dropped:
             self._give_back_dropped()
         with self._lock:
@@ -291,7 +295,7 @@ class Mailbox:
         return is_met
 
     def ask(self, request: RecvRequest) -> None:
-        """Give ``request`` a message that is here, or the first that comes and it admits."""
+        """Give ``request`` a message that has arrived, or the first match that arrives later."""
         if self._dropped:
             self._give_back_dropped()
         with self._lock:
@@ -305,9 +309,9 @@ class Mailbox:
             self._tell(request)
 
     def has_room(self, peer: int) -> bool:
-        """Whether another message of ``peer``'s may come; if not, it is prompted when it may.
+        """Return whether another message of ``peer`` may come; if not, it is prompted once it may.
 
-        None may while its messages fill their share and nobody asks for another one.
+        It may not while its messages exceed their limit and no request waits for it or for any rank.
         """
         with self._lock:
             is_full = self._is_full(peer)
@@ -315,7 +319,7 @@ class Mailbox:
             return not is_full
 
     def _prompt(self) -> None:
-        """Prompt those for whose messages there is room again."""
+        """Prompt the peers for whose messages there is room again."""
         with self._lock:
             ready = {peer for peer in self._refused if not self._is_full(peer)}
             self._refused -= ready
@@ -323,12 +327,12 @@ class Mailbox:
             self._prompts[peer]()
 
     def _serve(self, request: RecvRequest) -> bool:
-        """Give ``request`` a message that is here, without telling anybody."""
+        """Give ``request`` a message that has arrived, without calling ``on_end``."""
         found = self._first((request.src, request.tag))
         if found is not None and not request.is_probe:
             self._take(found)
-        # Under the lock, like the next: where Ctrl-C comes before anybody is told, it is known
-        # what to give back.
+        # Set under the lock that the removal needs, too: if Ctrl-C comes before ``on_end`` is called,
+        # it is known which message to give back.
         request.arrival = found
         return found is not None
 
@@ -337,28 +341,28 @@ class Mailbox:
             self.give_back(request.arrival)
 
     def deliver(self, arrival: Arrived) -> None:
-        """Take a message in."""
+        """Add a message that has arrived."""
         if self._dropped:
             self._give_back_dropped()
         arrival.number = next(self._numbers)
         self._tell_of(arrival, self._served(arrival))
 
     def give_back(self, arrival: Arrived) -> None:
-        """Give a message to whoever waits for it, or put it before all that came later."""
+        """Give a message to a waiting request, or keep it ahead of all that arrived later."""
         self._tell_of(arrival, self._served(arrival))
 
     def drop(self, arrival: Arrived) -> None:
-        """As ``give_back``, from a destructor, which may run in the middle of any other step here.
+        """Give a message back from a destructor, which may have interrupted any step here.
 
-        It is back before the next step begins. Somebody may wait for it already, so that another
-        thread sees to it if nobody else does; it is started in a way that takes no lock.
+        The next step begins by giving it back. A request may already be waiting for it, so a new
+        thread does the same in case no step follows. Starting that thread takes no lock.
         """
         self._dropped.append(arrival)
-        with contextlib.suppress(RuntimeError):  # there can be no more threads, or the program ends
+        with contextlib.suppress(RuntimeError):  # no more threads can start, or the program ends
             _thread.start_new_thread(self._give_back_dropped, ())
 
     def _give_back_dropped(self) -> None:
-        with self._lock:  # each is in its place before anybody else looks
+        with self._lock:  # each is in its place before any other thread looks
             dropped = []
             while self._dropped:
                 dropped.append(self._dropped.popleft())
@@ -367,7 +371,7 @@ class Mailbox:
             self._tell_of(arrival, served)
 
     def _tell_of(self, arrival: Arrived, served: list[RecvRequest]) -> None:
-        """Tell those whom a message has ended; where its taker can't take it, serve the next."""
+        """Report a message to the requests that got it; if none can take it, serve the next."""
         while served:
             is_taken = True
             for request in served:
@@ -375,13 +379,13 @@ class Mailbox:
             served = [] if is_taken else self._served(arrival)
 
     def _served(self, arrival: Arrived) -> list[RecvRequest]:
-        """The requests that a message ends; where none of them takes it, it is kept."""
+        """Return the requests that a message serves; keep the message if none of them takes it."""
         with self._lock:
             if arrival.is_dead:
                 return []
             served: list[RecvRequest] = []
             patterns = _patterns(arrival.peer, arrival.tag)
-            # Probes that asked before the taker see it; those behind would see it gone.
+            # Probes that are ahead of the receive see the message; those behind it do not.
             for request in self._requests.under(*patterns):
                 served.append(request)
                 if not request.is_probe:
@@ -395,13 +399,13 @@ class Mailbox:
             return served
 
     def unmatched(self, request: RecvRequest) -> list[tuple[int, int]]:
-        """Sender and tag of the first messages that have come from the rank that one waits for."""
+        """Return sender and tag of the first messages that have arrived from a request's sender."""
         with self._lock:
             here = itertools.islice(self._arrived.under((request.src, None)), _SHOWN)
             return [(each.peer, each.tag) for each in here]
 
     def withdraw(self, request: RecvRequest, verdict: Verdict) -> None:
-        """End a request by a verdict, if it still waits, or as soon as it is put."""
+        """End a request by a verdict, now if it is waiting, otherwise as soon as it is added."""
         with self._lock:
             is_waiting = self._remove(request)
             if request.arrival is None and request.verdict is None:
@@ -410,7 +414,7 @@ class Mailbox:
             request.tell()
 
     def take_back(self, request: RecvRequest) -> bool:
-        """Take a request back, if it still waits; returns whether it did."""
+        """Take a request back if it is still waiting; return whether it was."""
         with self._lock:
             is_taken = self._remove(request)
         if is_taken:
@@ -418,7 +422,7 @@ class Mailbox:
         return is_taken
 
     def cancel(self, request: RecvRequest) -> None:
-        """Take a request back, and with it a message that it was given; its maker knows."""
+        """Take a request back, and any message that it was given, without calling ``on_end``."""
         with self._lock:
             self._remove(request)
         request.on_end = None
@@ -429,16 +433,16 @@ class Mailbox:
         return self._requests.take(request, ((request.src, request.tag),))
 
     def fail(self, peer: int, source: object, verdict: Verdict, *, is_for_any: bool) -> None:
-        """End the requests that wait for ``peer`` alone, or also those for any rank.
+        """End the requests that wait for ``peer`` alone, and possibly those for any rank.
 
-        Those end in any case when there is nobody left.
+        Requests for any rank also end if no rank is left that can send.
 
-        Messages that are here whole outlive their connection, and come before those of the next.
+        Complete messages outlive their connection, and come before those of the next connection.
 
         Args:
-            peer: whose connection has ended.
+            peer: the rank whose connection has ended.
             source: that connection; nothing happens if there is a newer one.
-            verdict: why.
+            verdict: why it ended.
             is_for_any: whether requests for any rank end as well.
         """
         with self._lock:
@@ -469,7 +473,7 @@ class Mailbox:
 
     def _first(self, pattern: _Pattern) -> Arrived | None:
         for each in self._arrived.shelves.get(pattern, _EMPTY).values():
-            if not each.is_dead:  # a connection that has just ended may not be told of yet
+            if not each.is_dead:  # the end of its connection may not be reported here yet
                 return each
         return None
 
