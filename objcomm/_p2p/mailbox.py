@@ -311,7 +311,7 @@ class Mailbox:
     def has_room(self, peer: int) -> bool:
         """Return whether another message of ``peer`` may come; if not, it is prompted once it may.
 
-        It may not while its messages exceed their limit and no request waits for it or for any rank.
+        It may not while its messages exceed their limit and no request waits for it or for any.
         """
         with self._lock:
             is_full = self._is_full(peer)
@@ -331,8 +331,8 @@ class Mailbox:
         found = self._first((request.src, request.tag))
         if found is not None and not request.is_probe:
             self._take(found)
-        # Set under the lock that the removal needs, too: if Ctrl-C comes before ``on_end`` is called,
-        # it is known which message to give back.
+        # Set under the lock that the removal needs, too. If Ctrl-C comes before ``on_end`` is
+        # called, it is known which message to give back.
         request.arrival = found
         return found is not None
 
