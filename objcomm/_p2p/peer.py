@@ -1,8 +1,9 @@
-"""This rank and one other of a group, for messages from rank to rank.
+"""This rank and one other rank of a group, for point-to-point messages.
 
-The first part of each message of the other rank is put into the mailbox by the thread that moves
-the link: one of its own if no other thread waits. So a small message never waits for its receiver,
-and a receiver can wait for any sender: a link has neither a probe nor a receive from any source.
+The thread that moves the link puts the first part of each of the other rank's messages into the
+mailbox. That is a dedicated thread if no other thread waits. A small message therefore never waits
+for its receiver, and a receiver can wait for any sender, although a link has neither a probe nor a
+receive from any source.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -61,9 +62,9 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.5
 _LISTENER = "objcomm-listen"
 
-#: The tag of what two ranks answer each other on what is offered. Messages have lane 0.
+#: The tag of the answers that two ranks send each other about offers. Messages use lane 0.
 ANSWER_TAG = head_tag(1)
-# Which answer, and the number of the message that it is about.
+# The kind of answer, and the number of the message that it refers to.
 _ANSWER = struct.Struct("<BQ")
 _ANSWERS = (Operation.TAKE, Operation.READY, Operation.START)
 
@@ -71,29 +72,30 @@ _SEND = int(Operation.SEND)
 
 
 def answer(mesh: Mesh, of: Operation, number: int) -> bytes:
-    """What answers the other rank on the message with a number."""
+    """Encode an answer to the other rank about the message with a number."""
     said = _ANSWER.pack(of, number)
     return said + mesh.proof(mesh.rank, said)
 
 
 class Offers:
-    """What one of two ranks has offered over one connection, and the other one has yet to answer.
+    """The offers of one of two ranks over one connection that the other rank has not answered yet.
 
-    What follows the head of a message that is offered stays with its sender, and no thread waits
-    there until the receiver answers that it takes it: a thread that waits for a connection's bytes
-    waits for one message only, and the receiver may take the last one first. Answers have a lane of
-    their own, so that they come through where the other one is full of messages that nobody takes.
-    Others are those by which the two agree on transfers between their devices, see ``DeviceTurn``.
+    The part of an offered message that follows its head stays with the sender until the receiver
+    answers that it takes the message. No thread waits for that: a thread that waits for bytes of a
+    connection waits for one message only, and the receiver may take the last one first. Answers
+    have their own lane, so they get through when the other lane is full of messages that nothing
+    receives. The answers by which the two ranks agree on transfers between their devices come here,
+    too; see ``DeviceTurn``.
 
     Attributes:
         mesh: the connection.
         peer: the other rank.
-        turns: of transfers between the two ranks' devices.
-        is_interrupted: as of ``Link``; then nothing can be offered.
+        turns: the order of transfers between the two ranks' devices.
+        is_interrupted: as in ``Link``; nothing can be offered while it returns True.
     """
 
     def __init__(self, mesh: Mesh, peer: int) -> None:
-        """Begin.
+        """Create the offers of one connection.
 
         Args:
             mesh: the connection.
@@ -111,13 +113,13 @@ class Offers:
     def put(
         self, number: int, on_end: Callable[[bool], object], kind: Operation = Operation.TAKE
     ) -> None:
-        """Offer a message, or wait for another answer on one.
+        """Offer a message, or wait for another answer about one.
 
         Args:
-            number: the message's; it is sent after this.
-            on_end: called once when the other rank says so, or when the connection has ended; with
-                whether it has said so. May be called in a step of the link, and must not wait.
-            kind: which answer.
+            number: the message's number; the message is sent after this call.
+            on_end: called once, with True when the other rank answers and with False when the
+                connection has ended. May be called in a step of the link, and must not wait.
+            kind: the kind of answer.
         """
         with self._lock:
             if not self._is_over:
@@ -126,15 +128,15 @@ class Offers:
         on_end(False)  # noqa: FBT003  # a callback's
 
     def withdraw(self, number: int, kind: Operation = Operation.TAKE) -> bool:
-        """Take an offer back; returns whether it stood: ``on_end`` is never called then."""
+        """Take an offer back; return whether it still stood. If so, ``on_end`` is never called."""
         with self._lock:
             return self._offered.pop((kind, number), None) is not None
 
     def hear(self, raw: bytes) -> bool:
-        """Take in an answer of the other rank's; always returns True, as there is room for it.
+        """Accept an answer of the other rank; always return True, because there is always room.
 
         Raises:
-            WireError: it is none.
+            WireError: it is not a valid answer.
         """
         said, proof = raw[: _ANSWER.size], raw[_ANSWER.size : _ANSWER.size + PROOF_NBYTES]
         is_known = len(raw) >= _ANSWER.size and said[0] in _ANSWERS
@@ -147,7 +149,7 @@ class Offers:
         return True
 
     def fail(self) -> None:
-        """The connection has ended: nothing is said any more."""
+        """Note that the connection has ended and no more answers will come."""
         with self._lock:
             self._is_over = True
             left = list(self._offered.values())
@@ -156,13 +158,13 @@ class Offers:
             on_end(False)  # noqa: FBT003  # a callback's
 
     def carry_out(self, transfer: Callable[[], None]) -> None:
-        """Let another thread do a transfer between the devices, and wait until it is over.
+        """Run a transfer between the devices on another thread, and wait until it ends.
 
-        A backend hears of no death, and its waits can't be ended. So that thread is left behind
-        when the connection has ended.
+        A backend does not notice that a peer died, and its waits can't be ended. If the connection
+        ends, the thread is therefore abandoned.
 
         Raises:
-            ObjcommError: what has ended the connection.
+            ObjcommError: the reason for which the connection has ended.
             RuntimeError: this process can start no more threads.
         """
         done: Future[None] = Future()
@@ -176,40 +178,41 @@ class Offers:
                     self.check()
             done.result()
         finally:
-            del done  # an error's traceback holds this frame, and its future the error
+            del done  # an error's traceback holds this frame, and its future holds the error
 
     def check(self) -> None:
-        """See whether the connection has ended.
+        """Check that the connection has not ended.
 
         Raises:
-            ObjcommError: what has ended it.
+            ObjcommError: the reason for which it has ended.
         """
         if self.mesh.verdict is not None:
             raise self.mesh.verdict.error("send")
 
 
 class DeviceTurn:
-    """The transfer of one message's members from one rank's device to another's, in its turn.
+    """The turn of one message to transfer its members from one rank's device to another's.
 
-    A backend has one order for all that moves between two ranks, in both directions: where one of
-    them begins with another transfer, both wait for ever, and nothing tells them. So one transfer
-    moves at a time, and the lower rank says which is the next. The receiver says when it has room.
-    Where that is the lower rank, this is the beginning; else the sender answers that it begins. The
-    higher rank takes its places in the order of these answers, as the thread that hears them.
+    A backend has one order for all transfers between two ranks, in both directions. If the two
+    ranks begin with different transfers, both wait forever without an error. Therefore only one
+    transfer runs at a time, and the lower rank chooses the next one. The receiver announces when it
+    has room. If it is the lower rank, the transfer begins with that. Otherwise the sender answers
+    that it begins. The higher rank takes its places in the order of these answers, on the thread
+    that receives them.
 
-    A context, at whose end this rank is through with it.
+    Use it as a context manager; leaving it ends the turn on this rank.
     """
 
     def __init__(
         self, offers: Offers, number: int, say: Callable[[Operation], None], *, is_sender: bool
     ) -> None:
-        """Begin.
+        """Create the turn without queuing for it.
 
         Args:
-            offers: of the connection that the message travels over.
-            number: the message's.
-            say: gives the other rank an answer on this message.
-            is_sender: whether it is this rank's.
+            offers: the offers of the connection that the message uses.
+            number: the message's number.
+            say: sends the other rank an answer about this message.
+            is_sender: whether this rank sends the message.
         """
         self._offers = offers
         self._number = number
@@ -221,15 +224,15 @@ class DeviceTurn:
         self._place = Ticket(offers.turns)
 
     def begin(self) -> None:
-        """Hear the other rank from now on: before anything is sent that it may answer."""
+        """Accept answers from now on; call this before sending what the other rank may answer."""
         if self._is_sender or not self._is_lower:
             self._offers.put(self._number, self._hear, self._awaited)
 
     def move(self, transfer: Callable[[], None]) -> None:
-        """Do it when both ranks are at this one; on the receiver there is room for it now.
+        """Run ``transfer`` once both ranks have reached it; the receiver must have room for it.
 
         Raises:
-            ObjcommError: what has ended the connection.
+            ObjcommError: the reason for which the connection has ended.
             RuntimeError: this process can start no more threads.
         """
         if not self._is_sender and not self._is_lower:
@@ -266,26 +269,26 @@ class DeviceTurn:
 
 
 class Pair:
-    """See the module.
+    """See the module docstring.
 
     Attributes:
         peer: the other rank.
-        order: of what this rank sends.
-        departing: sends what nobody waits to send, when its turn has come.
-        leaving: sends what follows the heads of offered messages, when they are taken.
-        arriving: takes in what nobody waits to take in, and has not come whole.
-        has_device_path: whether large members may go from device to device; not after a transfer
-            that did not end: what a backend has begun stands in the way of what follows.
+        order: the order of the messages that this rank sends.
+        departing: begins sends that no thread waits for, when their turn has come.
+        leaving: sends what follows the heads of offered messages once they are taken.
+        arriving: receives the rest of incomplete messages that no thread waits for.
+        has_device_path: whether large members may go from device to device. False after a transfer
+            failed, because the operation that a backend has begun blocks all later ones.
     """
 
     def __init__(self, channel: Channel, peer: int, rank: int, peers: Peers) -> None:
-        """Begin.
+        """Create the pair; a connection is made later.
 
         Args:
-            channel: joins the two.
-            peer: the other rank, within the group like ``rank``.
-            rank: this one.
-            peers: the group's on this rank.
+            channel: connects the two ranks.
+            peer: the other rank; a rank within the group, as is ``rank``.
+            rank: this rank.
+            peers: this rank's state for the group.
         """
         self.peer = peer
         self.order = TicketQueue()
@@ -301,12 +304,13 @@ class Pair:
         self._arrivals: _Arrivals | None = None
 
     def admit(self, operation: str) -> tuple[Mesh, Lane]:
-        """The connection, made or not, for a call that can wait for it elsewhere.
+        """Return the mesh and lane for a call, connected or not; does not wait for the connection.
 
         Raises:
-            BrokenGroupError: an earlier error has closed it for good.
-            ObjcommError: what has closed it since the last call; the next call is served.
-            UsageError: the group is destroyed.
+            BrokenGroupError: an earlier error has closed the connection permanently.
+            ObjcommError: the reason for which it was closed since the last call. The next call
+                works.
+            UsageError: the group was destroyed.
         """
         mesh, lane = self._channel.admit(operation, "", self.order)
         arrivals = self._arrivals
@@ -321,7 +325,7 @@ class Pair:
         return mesh, lane
 
     def admit_among(self, operation: str) -> tuple[Mesh, Lane] | None:
-        """As ``admit`` for a call that others can serve, too; None if this one never will.
+        """Do as ``admit`` for a call that other ranks can serve, too; None if this one never will.
 
         Raises:
             ObjcommError: the other rank has died since the last call.
@@ -339,11 +343,11 @@ class Pair:
             return self.admit(operation) if mesh.can_be_replaced else None
 
     def enter(self, deadline: Deadline, call: CallRecord) -> tuple[Mesh, Lane]:
-        """The connection; waits until the other rank has come.
+        """Return the mesh and lane; wait until the other rank has connected.
 
         Raises:
-            TransportTimeout: it did not come.
-            ObjcommError: as ``admit``.
+            TransportTimeout: it did not connect in time.
+            ObjcommError: as for ``admit``.
         """
         mesh, lane = self.admit(call.operation)
         self.listen(mesh)
@@ -353,17 +357,17 @@ class Pair:
         return mesh, lane
 
     def listen(self, mesh: Mesh) -> Verdict | None:
-        """See to it that what the other rank sends is taken in, or said to be lost.
+        """Make sure that the other rank's messages are received, or reported as lost.
 
         Returns:
-            What has ended that mesh, if another one stands in its place.
+            Why that mesh has ended, if another one has replaced it.
 
         Raises:
             RuntimeError: this process can start no more threads; the next call tries again.
         """
         arrivals = self._arrivals
         if arrivals is None or arrivals.mesh is not mesh:
-            return mesh.verdict  # what replaced them has ended all requests
+            return mesh.verdict  # its replacement has ended all requests
         if not arrivals.is_begun:
             mesh.begin_meeting(self._channel.store(), Deadline(FOREVER_SECONDS))
             arrivals.begin()
@@ -372,12 +376,12 @@ class Pair:
         return None
 
     def signal(self) -> Awaitable | None:
-        """What a thread can wait for while it moves the connection; None if there is none."""
+        """Return an event to wait for while moving the connection; None without a connection."""
         mesh = self._channel.mesh
         return None if mesh is None or mesh.link is None else mesh.link.signal()
 
     def offers(self, mesh: Mesh) -> Offers:
-        """What the two have offered each other over a connection."""
+        """Return the offers of the two ranks over a connection."""
         arrivals = self._arrivals
         if arrivals is not None and arrivals.mesh is mesh:
             return arrivals.offers
@@ -386,10 +390,10 @@ class Pair:
         return ended
 
     def check_uninterrupted(self, operation: str) -> None:
-        """See that a call of this thread can send and receive.
+        """Check that a call on this thread can send and receive.
 
         Raises:
-            UsageError: it is a handler's or a destructor's, and has interrupted one that does.
+            UsageError: the caller is a handler or destructor that interrupted a send or receive.
         """
         arrivals = self._arrivals
         link = None if arrivals is None else arrivals.mesh.link
@@ -401,20 +405,21 @@ class Pair:
             raise UsageError(f"{operation}: {interrupted('a call with the same rank')}")
 
     def absolve(self, verdict: Verdict) -> None:
-        """A call has raised a verdict: the next one need not."""
+        """Note that a call has raised a verdict, so that the next call need not."""
         mesh = self._channel.mesh
         if mesh is not None and mesh.verdict is not None and mesh.verdict.name == verdict.name:
             mesh.absolve(threading.current_thread())
 
 
 class Peers:
-    """This rank's messages from rank to rank on one group.
+    """This rank's point-to-point messages in one group.
 
     Attributes:
-        mailbox: those that have come here.
-        pool: threads for calls that nobody waits for; so many for a pair, however many calls.
-        ending: ends receives that nobody waits for, of what is here whole.
-        limits: ends calls whose limits pass where the watchdog does not see them wait.
+        mailbox: the messages that have arrived here.
+        pool: threads for calls that no thread waits for; their number per pair does not grow with
+            the number of calls.
+        ending: completes receives of complete messages that no thread waits for.
+        limits: ends calls at their time limits where the watchdog does not see them wait.
     """
 
     def __init__(self, group: Group) -> None:
@@ -425,7 +430,7 @@ class Peers:
         self._pairs: dict[int, Pair] = {}  # by the other rank
 
     def pair(self, group: Group, peer: int) -> Pair:
-        """This rank and another one of the group."""
+        """Return this rank's pair with another rank of the group."""
         pair = self._pairs.get(peer)
         if pair is None:
             channel = group.channel((min(peer, group.rank), max(peer, group.rank)))
@@ -435,11 +440,12 @@ class Peers:
 
 
 def peers_of(group: Group) -> Peers:
-    """This rank's messages from rank to rank on a group."""
+    """Return this rank's point-to-point messages in a group."""
     found: Peers | None = group.peers
     if found is None:
-        # One step, and no lock: a process that was forked while another thread had it would wait
-        # for that thread for ever, instead of being told that it can't use the group.
+        # One step without a lock. Otherwise a process forked while another thread held the lock
+        # would wait for that thread forever, instead of getting an error that it can't use the
+        # group.
         made = Peers(group)
         found = group.__dict__.setdefault("peers", made)
         if found is made:
@@ -448,25 +454,25 @@ def peers_of(group: Group) -> Peers:
 
 
 class _Arrivals:
-    """What one rank sends over one connection: messages for the mailbox, and answers to offers.
+    """What one peer sends over one connection: messages for the mailbox, and answers to offers.
 
     Attributes:
         mesh: the connection.
-        offers: what this rank has offered the other one.
-        is_begun: whether there is a thread that attends to it.
+        offers: what this rank has offered to the peer.
+        is_begun: whether a thread attends to the connection.
     """
 
     def __init__(
         self, mesh: Mesh, lane: Lane, peer: int, mailbox: Mailbox, former: _Arrivals | None
     ) -> None:
-        """Begin.
+        """Register with the mailbox; ``begin`` starts to receive.
 
         Args:
             mesh: the connection.
-            lane: on which the messages come.
-            peer: who sends them.
-            mailbox: where they go.
-            former: takes in what came over the last connection.
+            lane: the lane of the messages.
+            peer: the sender.
+            mailbox: where messages are put.
+            former: the arrivals of the previous connection.
         """
         self.mesh = mesh
         self.offers = Offers(mesh, peer)
@@ -478,11 +484,12 @@ class _Arrivals:
         self._former = None if former is None else former._thread  # noqa: SLF001  # its own class
         self._settings = chosen = settings()
         self._keyless = Gate(replace(chosen, secret=None), "", mesh.rank)
-        # By no method: the mailbox would hold this, and a cycle would keep connections open.
+        # Not a bound method: the mailbox would hold this object, and the cycle would keep
+        # connections open.
         mailbox.expect(peer, mesh, partial(_prompt, weakref.ref(mesh), peer))
 
     def begin(self) -> None:
-        """Let a thread attend, unless one does; keeps no group alive.
+        """Start a thread that attends, unless there is one; it does not keep the group alive.
 
         Raises:
             RuntimeError: this process can start no more threads; the next call tries again.
@@ -490,7 +497,7 @@ class _Arrivals:
         self._thread.start(partial(self._attend, regions.get()))
 
     def fail(self) -> None:
-        """End what waits for the peer, which is gone."""
+        """End whatever waits for the peer if the connection has ended."""
         verdict = self.mesh.verdict
         if verdict is not None:
             is_for_any = _concerns_any(verdict)
@@ -498,10 +505,10 @@ class _Arrivals:
             self.offers.fail()
 
     def _attend(self, blocks: tuple[str, ...]) -> None:
-        """Until the connection ends, and what has come over it is taken in.
+        """Attend until the connection has ended and everything received over it is in the mailbox.
 
         Args:
-            blocks: those in which it was begun.
+            blocks: the blocks around the call that began this.
         """
         mesh, lane, peer = self.mesh, self._lane, self._peer
         self.is_begun = True
@@ -509,25 +516,25 @@ class _Arrivals:
         try:
             link = mesh.connections_for("recv")
             told = mesh.met_too_late(blocks)
-            if told is not None:  # what comes is not for a call that still waits in the block
+            if told is not None:  # new messages are not for calls that wait in the block
                 for entry in lane.waits():
                     if entry.withdraw is not None and set(blocks) & set(entry.regions):
                         entry.withdraw(told)
             if self._former is not None:
-                self._former.join()  # what came over the last connection comes first
+                self._former.join()  # messages of the previous connection come first
             link.attend(peer, {lane.tag: self._accept, ANSWER_TAG: self.offers.hear})
         except LinkError as error:
             lost = proposal_for(TransportError("recv", (peer,), error.reason), mesh.rank)
             end_by_loss(mesh, lost)
-            with contextlib.suppress(LinkError, ObjcommError):  # what had no room has some now
+            with contextlib.suppress(LinkError, ObjcommError):  # take messages held back so far
                 while mesh.link is not None:
                     self._accept(mesh.link.take(peer, lane.tag, 0.0))
-        except BaseException as error:  # noqa: BLE001  # this thread's end must not be silent
+        except BaseException as error:  # noqa: BLE001  # this thread must not end silently
             mesh.settle(proposal_for(error, mesh.rank))
         self.fail()
 
     def _accept(self, raw: bytes) -> bool:
-        """Put a message into the mailbox; returns False if there is no room.
+        """Put a message into the mailbox; return False if there is no room.
 
         Raises:
             ObjcommError: it is not the peer's next message to this rank.
@@ -536,7 +543,7 @@ class _Arrivals:
         if mesh.verdict is None and not mailbox.has_room(peer):
             return False
         gate = self._keyless
-        # A key set for a block only is known only if listening began in that block.
+        # A key set only for a block is known only if listening began in that block.
         current = process_settings()
         chosen = self._settings if current.secret is None else current
         if chosen.secret is not None or environment_secret() is not None:
@@ -554,17 +561,17 @@ class _Arrivals:
 
 
 def _prompt(of: weakref.ref[Mesh], peer: int) -> None:
-    """Let the thread that attends to a peer's messages, if there is one, look again."""
+    """Make the thread that attends to a peer, if any, retry a message that was held back."""
     mesh = of()
     if mesh is not None and mesh.link is not None:
         mesh.link.prompt(peer)
 
 
 def _concerns_any(verdict: Verdict) -> bool:
-    """Whether it ends a wait for any rank.
+    """Return whether a verdict ends a wait for any rank.
 
-    The others can still serve it after a program's regular end, and after what concerned two ranks
-    only.
+    The remaining ranks can still serve it after a program ended regularly, and after a failure that
+    concerned two ranks only.
     """
     is_grave = verdict.cause in (Cause.LOST, Cause.LEFT, Cause.FAILED)
     return is_grave and verdict.reason not in FAREWELLS
