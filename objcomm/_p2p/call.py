@@ -1,9 +1,9 @@
 """One point-to-point call on this rank: a send, or a receive, and what the two have in common.
 
 A send is encoded, queues for its receiver, and is transmitted. A receive asks for a message, waits,
-takes it in and decodes it. Those that nobody waits for wait without a thread: a send in the queue,
-or offered to its receiver, and a receive in the mailbox. What ends such a wait hands the rest over
-to a thread that does one after another.
+takes it in and decodes it. A call that no thread waits for does not occupy a thread while it waits:
+a send waits in the queue, or is offered to its receiver, and a receive waits in the mailbox. The
+event that ends the wait hands the rest of the call to a thread that runs one job after another.
 """
 
 import contextlib
@@ -57,22 +57,22 @@ from objcomm._wire.message import Message
 from objcomm.errors import RankFailure, TransportError, TransportTimeout, UsageError
 
 _TAG_MAX = (1 << 32) - 1
-_OFFERED, _ON_DEVICE = int(Flag.OFFERED), int(Flag.ON_DEVICE)  # an IntFlag's ``&`` costs 0.7 µs
+_OFFERED, _ON_DEVICE = int(Flag.OFFERED), int(Flag.ON_DEVICE)  # ``&`` on an IntFlag costs 0.7 µs
 _FAILURE = int(Status.FAILURE)
 
 
 class P2PCall:
-    """What a send and a receive share; constructing it checks arguments and starts nothing.
+    """The common part of a send and a receive; creating it checks arguments and starts nothing.
 
-    Entered as a context it is carried out there: it is noted before and concluded afterwards.
+    As a context manager it records the call before its body runs, and its outcome afterwards.
 
     Attributes:
         operation: SEND or RECV.
-        group: where it takes place.
+        group: the group of the call.
         entry: its record.
         peer: the other rank, within the group; None for any.
-        tag: of the message; None for any.
-        envelopes: that of the message that was received, once it was.
+        tag: the message's tag; None for any.
+        envelopes: the envelope of the received message, once there is one.
     """
 
     operation: ClassVar[Operation]
@@ -92,25 +92,26 @@ class P2PCall:
         name: str = "",
         said_by: str = "",
     ) -> None:
-        """Begin.
+        """Check the arguments.
 
         Args:
             global_peer: the other rank as a global rank.
-            group_peer: the same as a rank within the group; neither for any.
-            tag: of the message; None for any.
-            group: as the user gave it, like the next; or objcomm's own.
+            group_peer: the other rank as a rank within the group. If neither is given, any rank.
+            tag: the message's tag; None for any.
+            group: as given by the user, as is ``timeout``; or objcomm's own group.
             timeout: in seconds.
-            codec: what encodes the object.
-            device: where tensors shall arrive.
+            codec: the codec that encodes the object.
+            device: the device on which tensors arrive.
             accept: codecs whose messages this rank decodes.
             allow: what a received pickle may name.
-            name: of the user's call, where it is another.
-            said_by: how errors of arguments name that call, where its records have another name.
+            name: the name of the user's call, if it differs from the operation's.
+            said_by: the name of that call in errors about arguments, if it differs from ``name``,
+                which records use.
 
         Raises:
             UsageError: an argument is wrong, or this process can't use the group, or this rank is
-                in a region where the others make no such call.
-            NotInGroupError: this rank is no member.
+                in a region in which the other ranks don't make this call.
+            NotInGroupError: this rank is not a member.
         """
         self._began = time.perf_counter()
         self._name = name = name or NAMES[self.operation]
@@ -134,10 +135,10 @@ class P2PCall:
         header = made(Header, (*fields, 0, 0, 0, 0, tag or 0, EVERYONE, 0, BLANK, BLANK, 0, ""))
         self.entry = entry = CallRecord(header, name, coding.codec_name)
         entry.awaits = root
-        # No limit at all (``inf``) is cut to one of 115 days: nobody polls so.
+        # A limit of ``inf`` is cut to 115 days, which is not a limit that a polling caller sets.
         entry.has_own_limit = timeout is not None and deadline.seconds < FOREVER_SECONDS
         self.envelopes: list[Envelope] = []
-        self._rest: list[Callable[[], None]] = []  # of a work: what is to be done at its end
+        self._rest: list[Callable[[], None]] = []  # of a work: the job that completes it
         self._claim = threading.Lock()
 
     _own_error: BaseException | None = None
@@ -148,45 +149,46 @@ class P2PCall:
     _has_begun = False
 
     def begin(self) -> None:
-        """Note that the call is under way: nothing is wrong with its arguments."""
+        """Record that the call has begun: its arguments are valid."""
         if not self._has_begun:
             self._has_begun = True
             self.group.recorder.history.add(self.entry)
 
     def work(self) -> Work[Any]:
-        """A work for what this point-to-point call gives."""
+        """Return a work for the result of this call."""
         work: Work[Any] = Work(self._name, self.entry.header.call_site, self.entry, self.envelopes)
         if self.peer not in {None, self.group.rank}:
             work.moved_by(self._peers.pair(self.group, self.peer).signal)
         return work
 
     def claim(self) -> bool:
-        """Whether this thread is the one to conclude it, as the first that asks is.
+        """Return whether this thread is to conclude the call; only the first to ask is.
 
-        Where Ctrl-C comes while it is handed over to another thread, both have it.
+        If Ctrl-C interrupts the handover to another thread, both threads ask.
         """
         return self._claim.acquire(blocking=False)
 
     def conclude(self, error: BaseException | None) -> None:
-        """Note how it has ended."""
-        # The traceback of one holds the caller's object, and of the other this call.
+        """Record how the call has ended."""
+        # The traceback of ``_own_error`` holds the caller's object; that of ``_ended_by`` holds
+        # this call.
         self._own_error = self._ended_by = None
         self.group.recorder.conclude(self.entry, error, self._began)
 
     def _finish(self, error: BaseException | None) -> None:
-        """Do the rest of a work on this thread; if there is an error, it is what the work raises.
+        """Run the rest of a work on this thread; the work raises ``error`` if there is one.
 
         Args:
-            error: without a traceback: that would hold the work, and so the error itself.
+            error: has no traceback, which would hold the work and so the error itself.
         """
         self._ended_by = error
         del error  # as in ``Work.carry_out_here``
         if self._rest:
-            # In no variable: an error's traceback would hold that, and so the work.
+            # Not stored in a variable: an error's traceback would hold that, and so the work.
             self._rest.pop()()
 
     def _limit(self, seconds: float, end: Callable[[], object]) -> None:
-        """Have ``end`` called after so long, unless the wait is over by then."""
+        """Call ``end`` after so many seconds, unless the wait is over by then."""
         self._alarm = self._peers.limits.set(seconds, end)
         if self._is_wait_over:
             self._peers.limits.cancel(self._alarm)
@@ -213,7 +215,7 @@ class P2PCall:
         self.conclude(error)
 
     def _joined(self, mesh: Mesh, lane: Lane, sequence: int) -> Watched:
-        """The traffic of the message of this number."""
+        """Return the traffic of the message with this number."""
         entry = self.entry
         entry.header = _numbered(entry.header, mesh, lane, sequence)
         link, gate = mesh.link or mesh.connections_for(entry.operation), self._gate(mesh)
@@ -221,25 +223,25 @@ class P2PCall:
         return Watched(mesh, link, lane, entry, self._deadline, gate=gate, device=path)
 
     def _gate(self, mesh: Mesh) -> Gate:
-        """What lets the messages of this call in."""
+        """Return the gate that checks the messages of this call."""
         devices = self._device_path.devices
         return Gate(self._coding.settings, mesh.session, self.group.rank, devices)
 
     def _move_on_device(
         self, pair: Pair, exchange: Exchange, turn: DeviceTurn, transfer: Callable[[], None]
     ) -> None:
-        """Let a message's large members go from one rank's device to the other's.
+        """Transfer a message's large members from one rank's device to the other's.
 
-        Everything else of it has gone before. What moves has a stream of its own on each rank: it
-        neither waits for what the program has queued since, nor does that wait for it. Both ranks
-        wait here until it is over, so a message that was received is there, and one whose sender
-        died is not.
+        Everything else in the message has been sent before. The transfer has its own stream on each
+        rank: it does not wait for what the program has queued since, and the program does not wait
+        for it. Both ranks wait here until it has ended, so a message that was received is complete,
+        and an error is raised if its sender died.
 
         Args:
             pair: this rank and the other one.
-            exchange: the message's; the call is in its turn there.
-            turn: of this transfer, begun.
-            transfer: starts it, and waits for it.
+            exchange: the message's traffic, already entered.
+            turn: the turn of this transfer, already begun.
+            transfer: starts the transfer, and waits for it.
         """
         has_begun = False
 
@@ -262,26 +264,26 @@ class P2PCall:
         return DeviceTurn(offers, exchange.header.sequence, say, is_sender=is_sender)
 
     def _say(self, of: Operation, exchange: Watched) -> None:
-        """Begin to answer the other rank on a message."""
+        """Begin to send the other rank an answer about a message."""
         header = exchange.header
         exchange.tell(answer(exchange.mesh, of, header.sequence), header.root, ANSWER_TAG)
 
 
 def _numbered(header: Header, mesh: Mesh, lane: Lane, sequence: int) -> Header:
-    """The header of a message that has its place on a lane."""
+    """Return the header of a message that has its number on a lane."""
     return made(Header, (*header[:5], lane.number, 0, mesh.number, sequence, *header[9:]))
 
 
 def checked_tag(operation: str, tag: object, argument: str = "tag") -> int:
-    """A tag as a number.
+    """Check a tag and return it as an int.
 
     Args:
-        operation: what the user has called, for an error's text.
-        tag: as the user gave it.
-        argument: its name there.
+        operation: the call's name, for errors.
+        tag: as given by the user.
+        argument: the argument's name, for errors.
 
     Raises:
-        UsageError: it is none, or too large.
+        UsageError: it is not a tag, or is out of range.
     """
     number = tag if type(tag) is int else whole_number(tag)
     if number is not None and 0 <= number <= _TAG_MAX:
@@ -290,24 +292,24 @@ def checked_tag(operation: str, tag: object, argument: str = "tag") -> int:
 
 
 class Send(P2PCall):
-    """A message from this rank to one other: encode it, queue for the receiver, transmit it."""
+    """A message from this rank to another: encode it, queue for the receiver, transmit it."""
 
     operation = Operation.SEND
 
-    is_synchronous = False  # whether it ends no sooner than its message is received
-    # Of a work: it is queued; then sent, or offered until its receiver takes it, and sent then.
-    _refusal: RuntimeError | None = None  # by the system: there can be no thread for it
-    _offering: Callable[[], None] | None = None  # what is done in its turn, if it is to be offered
+    is_synchronous = False  # whether it ends only when its message has been received
+    # For a work. The message is queued; then it is sent, or it is offered and sent when taken.
+    _refusal: RuntimeError | None = None  # the system can't start a thread for it
+    _offering: Callable[[], None] | None = None  # offers the message when its turn comes
     _offered: Watched | None = None
-    _halves: Iterator[int]  # the head was sent, and the receiver takes the message
+    _halves: Iterator[int]  # counts two events: the head was sent, and the offer was answered
     _is_taken = False
     _verdict: Verdict | None = None  # has ended the offer, and nothing else
-    # Of a message with large members on a device.
-    _device_turn: DeviceTurn | None = None  # once it was offered
-    _stream: torch.Stream | None = None  # on which they leave it
+    # For a message with large members on a device.
+    _device_turn: DeviceTurn | None = None  # once the message was offered
+    _stream: torch.Stream | None = None  # the stream on which they leave the device
 
     def run(self, obj: object) -> None:
-        """Send, and return when the message was taken."""
+        """Send, and return when the message has been taken."""
         pair = self._pair()
         if pair is None:
             with self:
@@ -329,12 +331,13 @@ class Send(P2PCall):
             self._transmit(pair, place, message)
 
     def launch(self, obj: object, *, is_kept: bool = True) -> Work[None]:
-        """Encode, and let other threads do the rest; ``obj`` may not change before its end.
+        """Encode, and let other threads do the rest; ``obj`` must not change before it ends.
 
         Args:
-            obj: what to send.
-            is_kept: whether what follows the head of a large message stays here until the receiver
-                says that it takes it: that costs two ranks an answer, and no thread meanwhile.
+            obj: the object to send.
+            is_kept: whether the part of a large message after its head stays here until the
+                receiver answers that it takes the message. This costs one more answer between the
+                two ranks, and no thread waits meanwhile.
         """
         pair = self._pair()
         if pair is None and self.is_synchronous:
@@ -347,18 +350,19 @@ class Send(P2PCall):
     def _launched(
         self, pair: Pair, obj: object, message: Message | None = None, *, is_kept: bool = True
     ) -> Work[None]:
-        """As ``launch`` of a call that was begun, and of which the message may have been made."""
+        """Do as ``launch`` for a call that has begun; ``message`` is None if not encoded yet."""
         place = None
         try:
             if message is None:
                 message = self._message(obj, self._device_types(pair))
             work = self.work()
-            # What lies on a device always stays: for that both ranks must be ready.
+            # Data on a device always stays here first, because both ranks must be ready to transfer
+            # it.
             on_device = message.following_on_device
             is_synchronous = self.is_synchronous and self._own_error is None
             is_all_head = message.is_all_head
             is_offered = is_synchronous or bool(on_device) or (is_kept and not is_all_head)
-            # Whether its turn is soon over: nothing follows the head, or that stays for now.
+            # Whether the turn is short: nothing follows the head, or the rest stays here for now.
             is_brief = is_offered or is_all_head
             place = Ticket(pair.order, functools.partial(self._hand_over, pair, is_brief))
             rest = functools.partial(self._carry_out, pair, place, message, is_offered)
@@ -369,7 +373,7 @@ class Send(P2PCall):
                 if on_device:
                     self._stream = stream_beside(after_current=True)
                 self._halves = itertools.count()
-                # The rest's own context can't be entered twice.
+                # The context of ``rest`` can't be entered twice.
                 context = contextvars.copy_context()
                 self._offering = functools.partial(context.run, self._offer, pair, place, message)
             self._rest = [work.job(rest)]
@@ -377,7 +381,7 @@ class Send(P2PCall):
             place.take()
             if not place.turn.is_set:
                 self._limit(self._deadline.seconds_left, lambda: self._give_up(pair))
-        except BaseException as error:  # Ctrl-C, or there can be no more threads
+        except BaseException as error:  # Ctrl-C, or no more threads can start
             if self.claim():
                 self._lift_limit()
                 if place is not None:
@@ -392,10 +396,10 @@ class Send(P2PCall):
         return work
 
     def run_until_received(self, obj: object) -> None:
-        """Send, and return when the message was received.
+        """Send, and return when the message has been received.
 
         Raises:
-            UsageError: the receiver is this rank, which does not receive.
+            UsageError: the receiver is this rank, and it has no receive waiting.
         """
         rank, tag = self.group.rank, self.entry.header.tag
         if self._pair() is None and not self._peers.mailbox.is_wanted(rank, tag):
@@ -412,14 +416,14 @@ class Send(P2PCall):
             del work  # it holds the error, whose traceback holds this frame
 
     def _launch_to_itself(self, obj: object) -> Work[None]:
-        """As ``launch``; the work ends when this rank receives what it has sent."""
+        """Do as ``launch``; the work ends when this rank receives what it has sent to itself."""
         self.begin()
         work = self.work()
         self._rest = [work.job(self._go_on_taken)]
         try:
             try:
                 self._keep(obj, lambda: self._end_own(None))
-            except Exception as error:  # noqa: BLE001  # raised where somebody waits
+            except Exception as error:  # noqa: BLE001  # raised by the work's ``wait``
                 self._finish(error.with_traceback(None))
             else:
                 seconds = self._deadline.seconds
@@ -430,7 +434,7 @@ class Send(P2PCall):
             del work  # as in ``Work.carry_out_here``
 
     def _end_own(self, error: TransportTimeout | None) -> None:
-        """What this rank has sent to itself is received, or its limit has passed."""
+        """End a send of this rank to itself: it was received, or its limit has passed."""
         if self.claim():
             self._lift_limit()
             self._finish(error)
@@ -441,7 +445,7 @@ class Send(P2PCall):
                 raise self._ended_by
 
     def _hand_over(self, pair: Pair, is_brief: bool) -> None:  # noqa: FBT001  # a callback's
-        """Its turn has come, as some thread knows that must not do the rest: another one does."""
+        """Have another thread continue when the turn has come; the calling thread must not."""
         line = pair.departing if is_brief else self._peers.pool
         try:
             line.submit(self._take_turn)
@@ -459,12 +463,12 @@ class Send(P2PCall):
                 self._offering()
 
     def _give_up(self, pair: Pair) -> None:
-        """Its limit has passed before its turn has come."""
+        """End the call because its limit has passed before its turn came."""
         if self.claim():
             self._finish(TransportTimeout(self._name, (pair.peer,), self._deadline.seconds))
 
     def _offer(self, pair: Pair, place: Ticket, message: Message) -> None:
-        """Send the head of a message; the rest awaits the receiver's answer, without a thread."""
+        """Send the head; the rest follows the receiver's answer, without a waiting thread."""
         is_awaited = False
         try:
             with place:
@@ -478,11 +482,11 @@ class Send(P2PCall):
                         self._device_turn = self._turn(offers, exchange, is_sender=True)
                         self._device_turn.begin()
                     self._send_head(exchange, message)
-                if message.is_all_head:  # nothing has begun that others would miss
+                if message.is_all_head:  # the receiver has begun nothing that needs the rest
                     end = functools.partial(self._withdraw, pair, message, offers, number)
                     self.entry.withdraw = end
                 lane.begin(self.entry, self._deadline)
-        except BaseException as error:  # noqa: BLE001  # raised where somebody waits
+        except BaseException as error:  # noqa: BLE001  # raised by the work's ``wait``
             self._ended_by = error.with_traceback(None)
             if not is_awaited or offers.withdraw(number):
                 self._take_up(pair, message)
@@ -497,26 +501,27 @@ class Send(P2PCall):
             self._take_up(pair, message)
 
     def _take_up(self, pair: Pair, message: Message, is_taken: bool = False) -> None:  # noqa: FBT001, FBT002  # a callback's
-        """The head was sent, or it is known whether the message is taken: the rest follows both."""
+        """Note that the head was sent, or how the offer ended; the second call starts the rest."""
         self._is_taken |= is_taken
         self.entry.is_served |= is_taken
         if next(self._halves):
             rest = functools.partial(self._finish, self._ended_by)
-            if self._is_taken and message.is_all_head:  # there is none
+            if self._is_taken and message.is_all_head:  # nothing follows
                 rest()
                 return
-            # Who waits for a device's turn must not keep what that turn's end waits for.
+            # A message that waits for a device turn must not block the one that would end that
+            # turn.
             line = pair.leaving if self._stream is None else self._peers.pool
             try:
                 line.submit(rest)
-            except RuntimeError as error:  # there can be no more threads
-                if is_taken:  # in a step of the link, which must not wait, and ends by this
+            except RuntimeError as error:  # no more threads can start
+                if is_taken:  # in a step of the link, which must not wait, and ends by this error
                     self._finish(error.with_traceback(None))
                     raise
                 rest()
 
     def _carry_out(self, pair: Pair, place: Ticket, message: Message, is_offered: bool) -> None:  # noqa: FBT001  # likewise
-        """Send it in its turn, or what follows its head; or raise what has ended it before."""
+        """Send the message or the rest of it in its turn, or raise the error that has ended it."""
         exchange, turn = self._offered, self._device_turn
         self._offered = self._offering = None
         if exchange is not None:
@@ -540,7 +545,7 @@ class Send(P2PCall):
     def _send_from_device(
         self, pair: Pair, exchange: Exchange, turn: DeviceTurn, message: Message
     ) -> None:
-        """Send the large members that lie on a device."""
+        """Send the large members that are on a device."""
         stream, where = self._stream, DevicePlace(self._stream)
 
         def transfer() -> None:
@@ -552,16 +557,16 @@ class Send(P2PCall):
         self._move_on_device(pair, exchange, turn, transfer)
 
     def _device_types(self, pair: Pair) -> str:
-        """The types of device that large members may leave directly, joined by commas."""
-        # What travels outside of messages is not signed.
+        """Return the device types that large members may leave directly, comma-separated."""
+        # Data that travels outside messages is not signed.
         is_plain = self._coding.settings.secret is None
         return self._device_path.linked if is_plain and pair.has_device_path else ""
 
     def _pair(self) -> Pair | None:
-        """This rank and the receiver; None if they are the same.
+        """Return this rank's pair with the receiver; None if the receiver is this rank.
 
         Raises:
-            UsageError: there is no receiver or no tag, which a receive may do without.
+            UsageError: there is no receiver or no tag; only a receive may omit them.
         """
         if self.peer is None:
             raise UsageError(f"{self._said_by}: pass dst= or group_dst=")
@@ -572,7 +577,7 @@ class Send(P2PCall):
         return None if self.peer == self.group.rank else self._peers.pair(self.group, self.peer)
 
     def _keep(self, obj: object, on_taken: Callable[[], object] | None = None) -> None:
-        """Send to this rank itself; an error has the form that it has between two ranks."""
+        """Send to this rank itself; errors have the same form as between two ranks."""
         tag, rank = self.entry.header.tag, self.group.rank
         try:
             own = self._coding.copy(obj)
@@ -582,7 +587,7 @@ class Send(P2PCall):
         self._peers.mailbox.deliver(Arrived(rank, tag, 0, obj=own, on_taken=on_taken))
 
     def _message(self, obj: object, types: str) -> Message:
-        """Encode; an error becomes a failure message, and is raised when that was sent."""
+        """Encode; turn an error into a failure message. It is raised after that has been sent."""
         try:
             return self._coding.message(self.entry.header, obj, types or None)
         except BaseException as error:  # noqa: BLE001  # raised by ``_transmit``
@@ -593,21 +598,21 @@ class Send(P2PCall):
         return failure_of(error, self.group.rank, self.entry.header.call_site)
 
     def _transmit(self, pair: Pair, place: Ticket, message: Message) -> None:
-        """Send, after whatever was to be sent before; leaves the place when the next may begin."""
+        """Send after all earlier messages; leave the place as soon as the next one may begin."""
         with self._entered(pair, place) as exchange:
             self._send_head(exchange, message)
             exchange.send_rest(message, [pair.peer])
-            place.leave()  # this one ends when it was taken
+            place.leave()  # ``exchange`` ends when the message has been taken
         if self._own_error is not None:
             rank, own = self.group.rank, self._own_error
             raise_together(self._name, {rank: self._failure_of(own)}, own, rank)
 
     def _entered(self, pair: Pair, place: Ticket) -> Watched:
-        """This message's traffic, when its turn has come.
+        """Return this message's traffic once its turn has come.
 
         Raises:
-            TransportTimeout: those before waited for the receiver, or it did not come.
-            ObjcommError: what has ended the connection.
+            TransportTimeout: earlier messages waited for the receiver, or it did not connect.
+            ObjcommError: the reason for which the connection has ended.
         """
         pair.check_uninterrupted(self._name)
         deadline = self._deadline
@@ -628,8 +633,8 @@ class Send(P2PCall):
         exchange.send_head(message, [peer], destination=peer, may_be_whole=True)
 
 
-# A limit that is short is for finding a message. What has begun to come, and would take the
-# connection with it, gets so much at least.
+# A short limit is meant for finding a message. Ending a transfer that has begun would end the
+# connection, too, so it gets at least this long.
 _TRANSFER_SECONDS = 2.0
 
 
@@ -638,18 +643,18 @@ class Receive(P2PCall):
 
     operation = Operation.RECV
 
-    has_envelope = False  # whether it gives that with the object
-    _lanes: Sequence[Lane] = ()  # on which the watchdog sees it wait
+    has_envelope = False  # whether the result includes the envelope
+    _lanes: Sequence[Lane] = ()  # where the watchdog sees it wait
 
     def run(self) -> Any:
-        """Wait for a message; returns its object."""
+        """Wait for a message; return its object."""
         with self:
             arrival = self.awaited()
             obj = self.take_in(arrival)
             return (obj, self.envelope_of(arrival)) if self.has_envelope else obj
 
     def launch(self) -> Work[Any]:
-        """Ask for a message; when it has come another thread takes it in."""
+        """Ask for a message; another thread takes it in when it has arrived."""
         self.begin()
         work = self.work()
         request = RecvRequest(self.peer, self.tag)
@@ -672,7 +677,7 @@ class Receive(P2PCall):
             del work  # as in ``Work.carry_out_here``
 
     def _cancel(self, request: RecvRequest) -> bool:
-        """Take it back, unless its wait is over; returns whether it was taken back."""
+        """Take the request back unless its wait is over; return whether it was taken back."""
         if not self._peers.mailbox.take_back(request) or not self.claim():
             return False
         place = f"{self._name} at {self.entry.header.call_site}"
@@ -680,12 +685,13 @@ class Receive(P2PCall):
         return True
 
     def _hand_over(self, request: RecvRequest) -> bool:
-        """The wait is over, as some thread knows that must not do the rest: another one goes on.
+        """Have another thread continue when the wait has ended; the calling thread must not.
 
         Returns:
-            False if there can be no more threads: the work has ended so, the message is left.
+            False if no more threads can start: the work has ended with that error, and the message
+            is left.
         """
-        # Those before it may take their time to come in, and its sender waits for that.
+        # Earlier messages may take long to come in, and the sender waits meanwhile.
         self.entry.is_served = request.arrival is not None
         try:
             self._line_for(request.arrival).submit(self._end)
@@ -696,7 +702,7 @@ class Receive(P2PCall):
         return True
 
     def _line_for(self, arrival: Arrived | None) -> SerialQueue:
-        """Who takes a message in; one that has not come whole may take its time."""
+        """Return the queue for taking a message in; an incomplete message may take long."""
         if arrival is None or arrival.is_whole:
             return self._peers.ending
         return self._peers.pair(self.group, arrival.peer).arriving
@@ -716,7 +722,7 @@ class Receive(P2PCall):
             return (obj, self.envelopes[0]) if self.has_envelope else obj
 
     def envelope_of(self, arrival: Arrived) -> Envelope:
-        """What is known of a message."""
+        """Return what is known about a message."""
         src = self.group.ranks[arrival.peer]
         return Envelope(src, arrival.peer, arrival.tag, arrival.nbytes)
 
@@ -724,8 +730,8 @@ class Receive(P2PCall):
         """Wait for a message.
 
         Raises:
-            UsageError: this rank waits for itself, which has sent nothing.
-            ObjcommError: why nothing will come.
+            UsageError: this rank waits for itself, and has sent nothing.
+            ObjcommError: the reason for which no message will come.
         """
         group = self.group
         is_alone = self.peer == group.rank or group.size == 1
@@ -739,7 +745,7 @@ class Receive(P2PCall):
         try:
             if not self._peers.mailbox.meet(request):
                 self._wait(request)
-        except BaseException:  # Ctrl-C, or there can be no more threads
+        except BaseException:  # Ctrl-C, or no more threads can start
             self._peers.mailbox.cancel(request)
             raise
         finally:
@@ -761,10 +767,10 @@ class Receive(P2PCall):
             del admitted, link, signal  # an error's traceback holds this frame
 
     def peek(self, *, is_probe: bool) -> Arrived | None:
-        """The message that a receive would take now; without one, listen to who may send it.
+        """Return the message that a receive would take now; if none, listen to possible senders.
 
         Args:
-            is_probe: whether it stays for somebody else.
+            is_probe: whether the message stays in the mailbox.
         """
         mailbox = self._peers.mailbox
         request = RecvRequest(self.peer, self.tag, is_probe=is_probe)
@@ -777,31 +783,32 @@ class Receive(P2PCall):
                     if mesh.link is not None:
                         mesh.link.move()
                 mailbox.meet(request)
-        except BaseException:  # Ctrl-C, or there can be no more threads
+        except BaseException:  # Ctrl-C, or no more threads can start
             mailbox.cancel(request)
             raise
         return request.arrival
 
     def _heed(self, admitted: Sequence[tuple[Pair, Mesh, Lane]]) -> None:
-        """Raise what is known to have failed in a block around this call, or who has died there.
+        """Raise the verdict if a block around this call has failed, or one of its ranks has died.
 
-        The watchdog tells who waits. Who polls waits too briefly to be told, or not at all.
+        Only failures that are already known count. The watchdog reports them to calls that wait. A
+        polling caller waits too briefly for that, or not at all.
         """
-        for _, mesh, _ in admitted[:1]:  # all are of one world
+        for _, mesh, _ in admitted[:1]:  # all have the same world
             for key in regions.get():
                 told = mesh.board_thread.heard(key) or died_in(key)
                 if told is not None:
                     self._raise(told)
 
     def _meet(self, request: RecvRequest) -> bool:
-        """Give a request a message that is here; returns whether there was one."""
+        """Give a request a message that has arrived; return whether there was one."""
         return self._peers.mailbox.meet(request)
 
     def _ask(self, request: RecvRequest, admitted: Sequence[tuple[Pair, Mesh, Lane]]) -> None:
-        """Put a request to the mailbox; whoever may serve it is listened to from now on.
+        """Put a request to the mailbox, and listen to all possible senders from now on.
 
         Raises:
-            ObjcommError: no message has come, and no rank that may serve it can send any more.
+            ObjcommError: no message has come, and no rank that may send one can do so any more.
             RuntimeError: this process can start no more threads.
         """
         mailbox, entry = self._peers.mailbox, self.entry
@@ -816,8 +823,8 @@ class Receive(P2PCall):
         for lane in self._lanes:
             lane.begin(entry, self._deadline)
         hurry(self._deadline.remaining)
-        mailbox.ask(request)  # from now on the wait may be over, on another thread
-        if not admitted:  # from this rank itself: no lane, no watchdog
+        mailbox.ask(request)  # from here the wait may end on another thread
+        if not admitted:  # the sender is this rank: no lane, no watchdog
             seconds = self._deadline.seconds
             late = Verdict.of(Cause.TIMEOUT, ranks=(self.group.rank,), seconds=seconds)
             self._limit(seconds, functools.partial(self._withdraw, request, late))
@@ -827,7 +834,7 @@ class Receive(P2PCall):
                 mailbox.withdraw(request, ended)
 
     def _admitted(self) -> list[tuple[Pair, Mesh, Lane]]:
-        """The connections to the ranks that may serve a request."""
+        """Return the connections to the ranks that may serve a request."""
         if self.peer not in {None, self.group.rank}:
             pair = self._peers.pair(self.group, self.peer)
             return [(pair, *pair.admit(self._name))]
@@ -835,11 +842,11 @@ class Receive(P2PCall):
         joined = [(pair, pair.admit_among(self._name)) for pair in pairs]
         admitted = [(pair, *each) for pair, each in joined if each is not None]
         if pairs and not admitted:
-            pairs[0].admit(self._name)  # raises: nobody is left
+            pairs[0].admit(self._name)  # raises: no rank is left
         return admitted
 
     def _pairs(self) -> list[Pair]:
-        """This rank and each that may send, itself left out."""
+        """Return this rank's pair with each possible sender except itself."""
         peers = range(self.group.size) if self.peer is None else [self.peer]
         return [self._peers.pair(self.group, peer) for peer in peers if peer != self.group.rank]
 
@@ -853,20 +860,20 @@ class Receive(P2PCall):
         self._is_wait_over = True
         if self._alarm is not None:
             self._lift_limit()
-        # The history keeps the entry, and this would keep the message.
+        # The history keeps the entry; these functions would keep the message.
         self.entry.withdraw, self.entry.unmatched = _ignore, None
         for lane in self._lanes:
             lane.end(self.entry, self._deadline)
 
     def _found(self, request: RecvRequest) -> Arrived:
-        """What a request that has ended found.
+        """Return the message that an ended request has found.
 
         Raises:
-            ObjcommError: why nothing will come.
+            ObjcommError: the reason for which no message will come.
         """
         if request.verdict is not None:
             self._raise(request.verdict)
-        return request.arrival  # type: ignore[return-value]  # a wait ends by one of the two
+        return request.arrival  # type: ignore[return-value]  # one of the two is set
 
     def _raise(self, verdict: Verdict) -> NoReturn:
         for pair in self._pairs():
@@ -875,15 +882,15 @@ class Receive(P2PCall):
         raise verdict.error(self._name, self.entry.header.position)
 
     def take_in(self, arrival: Arrived) -> Any:
-        """The object of a message whose first part is here.
+        """Return the object of a message whose first part has arrived.
 
         Raises:
             CollectiveError: its sender could not encode it.
             DecodeError: it can't be rebuilt.
-            ObjcommError: the rest of it did not come.
+            ObjcommError: the rest of it did not arrive.
         """
         header, mesh, lane, raw = arrival.header, arrival.mesh, arrival.lane, arrival.raw
-        if header is None or mesh is None or lane is None:  # this rank's own
+        if header is None or mesh is None or lane is None:  # sent by this rank
             if arrival.on_taken is not None:
                 arrival.on_taken()
             return arrival.obj
@@ -910,25 +917,25 @@ class Receive(P2PCall):
         return self._coding.decode(message)
 
     def _tell_received(self, mesh: Mesh, lane: Lane) -> None:
-        """Let a sender know that its message, which is here, is received, if it still waits.
+        """Report to a waiting sender that its message, which is complete, has been received.
 
-        Before anything else can fail: the sender waits for no more than this.
+        This happens before anything else can fail, because the sender waits for nothing else.
         """
         self.entry.withdraw = None
         self._deadline.leave(_TRANSFER_SECONDS)
         exchange = self._joined(mesh, lane, self.entry.header.sequence)
-        # That the sender is gone is the next call's business.
+        # If the sender is gone, the next call reports it.
         with contextlib.suppress(TransportError), exchange:
             self._say(Operation.TAKE, exchange)
 
     def _taken_in(self, raw: bytes, header: Header, peer: int, mesh: Mesh, lane: Lane) -> Message:
-        """A message of which more follows what is here."""
+        """Take in the rest of a message whose first part has arrived."""
         self.entry.is_served = True
         self.entry.withdraw = None  # the sender waits, too: only both can end this
         self._deadline.leave(_TRANSFER_SECONDS)
         exchange = self._joined(mesh, lane, header.sequence)
         stream = stream_beside(after_current=False) if header.flags & _ON_DEVICE else None
-        # Memory for what arrives belongs to that stream, so it waits for no other one.
+        # Memory for the received data belongs to that stream, so it does not wait for another one.
         place = contextlib.nullcontext() if stream is None else DevicePlace(stream)
         with place, exchange:
             message = exchange.gate.take_in(raw, header)
@@ -948,7 +955,7 @@ class Receive(P2PCall):
         message: Message,
         stream: torch.Stream | None,
     ) -> None:
-        """Take in what follows a head, of which large members come to a device."""
+        """Take in the rest of a message with large members that arrive on a device."""
         pair = self._peers.pair(self.group, peer)
         where = DevicePlace(stream)
 
@@ -966,20 +973,20 @@ class Receive(P2PCall):
 
 
 def _hand_to_current(flats: Sequence[torch.Tensor], stream: torch.Stream | None) -> None:
-    """Let the current stream use what has arrived on another one, which made the memory."""
+    """Make received data usable on the current stream; another stream allocated its memory."""
     if stream is None or not flats:
         return
     here = torch.accelerator.current_stream()
     here.wait_stream(stream)
     for flat in flats:
-        # So that its memory is not used again before this stream is done with it. A device whose
-        # memory needs no such care has no such operator.
+        # Keeps the memory from being reused before this stream has finished with it. A device whose
+        # memory does not need this has no such operator.
         with contextlib.suppress(NotImplementedError):
             flat.record_stream(here)
 
 
 class HeldReceive(Receive):
-    """A receive of one certain message, which was taken out of the mailbox before.
+    """A receive of a specific message that was taken out of the mailbox before.
 
     Attributes:
         arrival: the message.
@@ -988,7 +995,7 @@ class HeldReceive(Receive):
     arrival: Arrived
 
     def awaited(self, *, is_probe: bool = False) -> Arrived:  # noqa: ARG002  # a receive's
-        """The message.
+        """Return the message.
 
         Raises:
             ObjcommError: it was lost with its connection.
@@ -1010,4 +1017,4 @@ class HeldReceive(Receive):
 
 
 def _ignore(_: object) -> None:
-    """Withdraws what has ended."""
+    """Do nothing: the request has already ended."""
