@@ -135,7 +135,7 @@ class P2PCall:
         header = made(Header, (*fields, 0, 0, 0, 0, tag or 0, EVERYONE, 0, BLANK, BLANK, 0, ""))
         self.entry = entry = CallRecord(header, name, coding.codec_name)
         entry.awaits = root
-        # A limit of ``inf`` is cut to 115 days, which is not a limit that a polling caller sets.
+        # A limit of ``inf`` is cut to 115 days. A polling caller does not set such a limit.
         entry.has_own_limit = timeout is not None and deadline.seconds < FOREVER_SECONDS
         self.envelopes: list[Envelope] = []
         self._rest: list[Callable[[], None]] = []  # of a work: the job that completes it
@@ -331,7 +331,7 @@ class Send(P2PCall):
             self._transmit(pair, place, message)
 
     def launch(self, obj: object, *, is_kept: bool = True) -> Work[None]:
-        """Encode, and let other threads do the rest; ``obj`` must not change before it ends.
+        """Encode, and let other threads do the rest; ``obj`` must not change until the work ends.
 
         Args:
             obj: the object to send.
@@ -482,7 +482,7 @@ class Send(P2PCall):
                         self._device_turn = self._turn(offers, exchange, is_sender=True)
                         self._device_turn.begin()
                     self._send_head(exchange, message)
-                if message.is_all_head:  # the receiver has begun nothing that needs the rest
+                if message.is_all_head:  # the receiver needs nothing more
                     end = functools.partial(self._withdraw, pair, message, offers, number)
                     self.entry.withdraw = end
                 lane.begin(self.entry, self._deadline)
@@ -691,7 +691,7 @@ class Receive(P2PCall):
             False if no more threads can start: the work has ended with that error, and the message
             is left.
         """
-        # Earlier messages may take long to come in, and the sender waits meanwhile.
+        # Earlier messages may take long to come in, and this one's sender waits meanwhile.
         self.entry.is_served = request.arrival is not None
         try:
             self._line_for(request.arrival).submit(self._end)
