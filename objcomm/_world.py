@@ -135,8 +135,8 @@ def refuse_worker(operation: str, rank: int) -> None:
         whose = f"rank {rank}" if rank >= 0 else "a rank"
         raise UsageError(
             f"{_said_by(operation)}this process is worker {worker.id} of a DataLoader of {whose}, "
-            "and no rank itself; make this call in the process that reads from the DataLoader, "
-            "or set num_workers=0"
+            "and is not a rank itself; make this call in the process that reads from the "
+            "DataLoader, or set num_workers=0"
         )
 
 
