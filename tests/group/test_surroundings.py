@@ -207,7 +207,8 @@ def test_a_call_in_a_worker_raises_an_error_that_names_its_rank(how: str) -> Non
     assert set(answers) == set(TRIED)
     for name, told in answers.items():
         assert told.startswith(
-            f"{name}: this process is worker 0 of a DataLoader of rank {own}, and is not a rank itself; "
+            f"{name}: this process is worker 0 of a DataLoader of rank {own}, and is not a rank "
+            "itself; "
         ), told
     assert_group_works()
 
