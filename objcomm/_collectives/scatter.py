@@ -80,7 +80,7 @@ def scatter(
             tensors or arrays in ``objs`` before ``wait`` returns.
 
     Returns:
-        This rank's object: the same object on the source, an independent copy on every other rank.
+        This rank's object. It is the same object on the source, an independent copy elsewhere.
 
     Raises:
         UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.

@@ -52,7 +52,7 @@ def stats_to_prometheus(labels: Mapping[str, str] | None = None) -> str:
             as the job's name. Their names must be valid in Prometheus.
 
     Returns:
-        The text of five counters: ``objcomm_calls_total``, ``objcomm_exchanges_total``,
+        The text of five counters, ``objcomm_calls_total``, ``objcomm_exchanges_total``,
         ``objcomm_sent_bytes_total``, ``objcomm_received_bytes_total`` and
         ``objcomm_seconds_total``. ``rank`` is the global rank of this process. ``group`` is torch's
         name of the group; empty for calls without torch.distributed.

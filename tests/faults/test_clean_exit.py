@@ -63,7 +63,7 @@ def test_outstanding_work_at_exit_is_reported(tmp_path: Path) -> None:
     assert without_gloo(ended.stdout) == "True\nkept ended\nTrue\ndropped ended\n"
     lines = [line for line, text in enumerate(_NEVER_WAITED_FOR.splitlines(), 1) if "async" in text]
     for line in lines:
-        told = f"{script}:{line}: RuntimeWarning: all_gather was begun here but"
+        told = f"{script}:{line}: RuntimeWarning: all_gather was started here but"
         assert ended.stderr.count(told) == 1, ended.stderr
     assert "Traceback" not in ended.stderr
 

@@ -280,7 +280,7 @@ def test_a_header_of_another_call_is_a_desync_that_names_both_sides(field: dict[
     ("field", "told"),
     [
         *[({name: 1}, "another group or lane") for name in ("group", "lane", "epoch")],
-        ({"sender": 5}, "rank 1 was expected, but rank 5"),
+        ({"sender": 5}, "a message from rank 1, got one from rank 5"),
     ],
 )
 def test_a_header_of_another_group_lane_or_sender_is_refused(
