@@ -61,7 +61,7 @@ def test_a_healthy_job_says_so() -> None:
     whole = replace(whole, links=links(whole))
     text = text_of(whole, [])
     assert text.endswith("\nnothing found that would break or slow a job\n")
-    assert "who reaches whom" not in text
+    assert "reachability" not in text
     hosts = [line for line in text.splitlines() if line.startswith("node")]
     assert [line.split()[:4] for line in hosts] == [
         ["node0", "0-1", "eth0", "10.0.0.1"],
