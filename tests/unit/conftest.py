@@ -1,4 +1,4 @@
-"""What all unit tests have in common, whichever of them run, in which order and how slowly."""
+"""Settings and fixtures of all unit tests."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,13 +8,13 @@ import torch
 
 from tests.unit.flights import Begin, Begun
 
-# A dozen threads stand for ranks; each with threads of torch's own would fight for the cores.
+# A dozen threads play the ranks; torch's own threads for each would compete for the cores.
 torch.set_num_threads(1)
 
 
 @pytest.fixture
 def begun() -> Iterator[Begin]:
-    """Begins works, and ends those that a test leaves in flight."""
+    """Begin works, and end those that a test leaves outstanding."""
     made: list[Begun] = []
 
     def begin(outcome: Any = None) -> Begun:

@@ -1,4 +1,4 @@
-"""Dumps of three ranks that are made up, and what the inspector says of them."""
+"""Made-up dumps of three ranks, and what the inspector says about them."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from objcomm._observe.inspect.command import inspect
 from objcomm._observe.inspect.dumps import Dump, parse
 
 Raw = dict[str, Any]
-# Any time will do; a large one shows where precision is lost.
+# Any time will do; a large one reveals a loss of precision.
 T0 = 1_790_000_000.0
 
 
@@ -42,7 +42,7 @@ def group(
 
 
 def raw_dump(rank: int, *groups: Raw, **fields: object) -> Raw:
-    """A dump of three ranks' job, taken a hundred seconds after T0."""
+    """A dump from a job of three ranks, taken a hundred seconds after T0."""
     return {
         "objcomm_dump": 1,
         "rank": rank,
@@ -57,15 +57,15 @@ def raw_dump(rank: int, *groups: Raw, **fields: object) -> Raw:
 
 
 def dump(rank: int, *groups: Raw, **fields: object) -> Dump:
-    """The same, as it is read."""
+    """The same dump, parsed."""
     return parse(json.dumps(raw_dump(rank, *groups, **fields)), f"rank{rank}.json")
 
 
 def alike(*entries: Raw) -> list[Dump]:
-    """Three ranks that made the same calls."""
+    """Dumps of three ranks that made the same calls."""
     return [dump(rank, group(*entries)) for rank in range(3)]
 
 
 def said(dumps: Sequence[Dump], last: int = 20) -> str:
-    """The report's last sentence."""
+    """Return the last line of the report."""
     return inspect(dumps, last).splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Works that end when a test says so."""
+"""Works that end when a test lets them."""
 
 import threading
 from collections.abc import Callable
@@ -13,13 +13,13 @@ PLACE = f"{__file__}:7"
 
 
 class Waited:
-    """What the watchdog reads."""
+    """The attribute that the watchdog reads."""
 
     waiter = 0
 
 
 class Begun:
-    """A work on a line of its own that ends when told to."""
+    """A work on its own line that ends when the test lets it."""
 
     def __init__(self, outcome: Any = None, line: SerialExecutor | None = None) -> None:
         self.may_end = threading.Event()
@@ -42,5 +42,5 @@ class Begun:
         return self.work
 
 
-#: Begins a work that has this outcome.
+#: Begins a work with the given outcome.
 Begin = Callable[..., Begun]

@@ -1,4 +1,4 @@
-"""Mailboxes, and who asks them for messages."""
+"""Mailboxes, and requests for their messages."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +9,7 @@ from objcomm._p2p.mailbox import Arrived, Mailbox, RecvRequest
 LOST = Verdict.of(Cause.LOST, ranks=(1,), reason="it died")
 DESYNC = Verdict.of(Cause.DESYNC, reason="each waits for another")
 FAILED = Verdict.of(Cause.FAILED)
-#: Stands for a connection to rank 1.
+#: Represents a connection to rank 1.
 FIRST = object()
 
 
@@ -19,7 +19,7 @@ def arrival(peer: int, tag: int = 0, obj: Any = None) -> Arrived:
 
 @dataclass
 class Asked:
-    """A request, and how often it was ended."""
+    """A request that records how often it was ended."""
 
     src: int | None = None
     tag: int | None = 0

@@ -1,4 +1,4 @@
-"""A link between threads of one process, so that the routes can be tried at any world size."""
+"""A link between threads of one process, on which the routes run at any world size."""
 
 import os
 import threading
@@ -29,19 +29,19 @@ from objcomm._wire.admission import Gate
 from objcomm._wire.header import BLANK, EVERYONE, WINDOW_NBYTES, Header, Operation
 from objcomm._wire.message import Message
 
-JOIN_SECONDS = 120.0  # only a hang takes so long
+JOIN_SECONDS = 120.0  # only a hang takes this long
 
 
-Way = tuple[int, int, int]  # from a rank to a rank, with a tag
+Way = tuple[int, int, int]  # source rank, destination rank, tag
 
 
 class Wires:
-    """What all ranks' links share: on each way what is sent meets what is posted, in order.
+    """What the links of all ranks share: on each way, sends meet posted receives in order.
 
     Attributes:
         size: number of ranks.
-        hosts: of each of them.
-        sharing: those hosts whose ranks hand large memory over to each other.
+        hosts: the host of each rank.
+        sharing: the hosts whose ranks hand large memory over to each other.
     """
 
     def __init__(self, size: int, hosts: Sequence[int] = (), sharing: Collection[int] = ()) -> None:
@@ -66,7 +66,7 @@ class Wires:
                 self._posted[way].popleft().fill(self._sent[way].popleft())
 
     def end(self, rank: int, peer: int) -> None:
-        """``rank`` closes its connection to ``peer``, which ends all waits for more."""
+        """Close the connection of ``rank`` to ``peer``, which ends all waits on it."""
         with self._lock:
             self._ended_by.setdefault(frozenset({rank, peer}), rank)
             for ends, posted in self._posted.items():
@@ -74,17 +74,17 @@ class Wires:
                     posted.popleft().fail()
 
     def ended_by(self, rank: int, peer: int) -> int | None:
-        """Who closed the connection of two ranks, if one did."""
+        """Return the rank that closed the connection between two ranks, if one did."""
         return self._ended_by.get(frozenset({rank, peer}))
 
     def left_over(self, way: Way | None = None) -> int:
-        """Messages that nobody has received."""
+        """Count the messages that no rank has received."""
         queues = [self._sent[way]] if way else self._sent.values()
         return sum(map(len, queues))
 
 
 class Arrival:
-    """A receive under way."""
+    """A receive in progress."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self._flat = flat
@@ -117,7 +117,7 @@ class Handover(Arrival):
     """See ``objcomm._transport.link.Borrowed``.
 
     Attributes:
-        came: what was handed over, as its sender has it.
+        came: the tensors that were handed over, as the sender has them.
     """
 
     def __init__(self, nbytes: int, peer: int) -> None:
@@ -135,7 +135,7 @@ class Handover(Arrival):
 
 
 class Departure:
-    """A send, which is always done."""
+    """A send, which is always complete."""
 
     def wait(self, limit: timedelta) -> None:
         pass
@@ -145,9 +145,9 @@ class Departure:
 
 
 class MemoryLink:
-    """See ``objcomm._transport.link.Connections``; also a device link, where the device is the CPU.
+    """See ``objcomm._transport.link.Connections``; also a device link whose device is the CPU.
 
-    It pretends to need what a real link may need.
+    It makes every demand that a real link may make.
     """
 
     kind = "memory"
@@ -156,14 +156,14 @@ class MemoryLink:
     is_interruptible = False
     ahead = 4
     device = torch.device("cpu")
-    may_send_nothing = False  # that costs a message, which no route should
+    may_send_nothing = False  # an empty send costs a message, so no route should make one
 
     def __init__(self, wires: Wires, rank: int) -> None:
         self.rank = rank
         self.size = wires.size
         self.hosts = wires.hosts
         self.sent: list[tuple[int, int]] = []  # bytes and tag of each transfer
-        self.crossed_nbytes = 0  # of those to other hosts
+        self.crossed_nbytes = 0  # bytes of the transfers to other hosts
         self.wires = wires
         self._standing: dict[tuple[int, int], tuple[torch.Tensor, Arrival]] = {}
 
@@ -180,7 +180,7 @@ class MemoryLink:
     def recv(self, flat: Any, peer: int, tag: int = -1) -> Arrival:
         arrival = Arrival(flat)
         self.wires.post((peer, self.rank, tag), arrival)
-        # After it was posted: it may have been closed meanwhile.
+        # Checked after posting, because the connection may have been closed meanwhile.
         if self.is_closed(peer) and not arrival.is_done():
             self.wires.end(self.rank, peer)
             self._check(peer)
@@ -194,7 +194,7 @@ class MemoryLink:
     def send_share(
         self, share: Share | None, flats: Sequence[torch.Tensor], peer: int, tag: int
     ) -> Departure:
-        """See ``Sharing``: each receiver closes descriptors of its own."""
+        """See ``Sharing``: each receiver closes its own descriptors."""
         self._check(peer)
         theirs = None if share is None else Share([os.dup(each) for each in share.descriptors])
         assert theirs is None or theirs.is_fixed()
@@ -238,7 +238,7 @@ class MemoryLink:
 
     def attend(self, peer: int, accepts: Mapping[int, Callable[[bytes], bool]]) -> NoReturn:
         """See ``Connections``."""
-        kept: dict[int, bytes] = {}  # what was not accepted
+        kept: dict[int, bytes] = {}  # messages that were not accepted
         while True:
             ended: dict[int, LinkClosed] = {}
             for tag, accept in accepts.items():
@@ -249,16 +249,16 @@ class MemoryLink:
                         del kept[tag]
                 except LinkTimeout:
                     pass
-                except LinkClosed as error:  # what came before the end has yet to be taken
+                except LinkClosed as error:  # messages received before the end have yet to be taken
                     ended[tag] = error
             if len(ended) == len(accepts):
                 raise ended.popitem()[1]
 
     def prompt(self, peer: int) -> None:
-        """See ``Connections``: it is asked again in any case."""
+        """See ``Connections``: the callback is asked again in any case."""
 
     def signal(self) -> Signal:
-        """See ``Connections``: it moves by itself."""
+        """See ``Connections``: messages move without help."""
         return Signal()
 
     def has_come(self, peer: int, tag: int) -> bool:
@@ -271,10 +271,10 @@ class MemoryLink:
         return self.has_come(peer, tag)
 
     def move(self, *, is_awaited: bool = True) -> None:
-        """It moves by itself."""
+        """Do nothing, because messages move without help."""
 
     def wait_apart(self, wait: Callable[[], None]) -> None:
-        """See ``Link``; there is nothing that could be stuck."""
+        """See ``Link``; nothing here can get stuck."""
         wait()
 
     def abort(self, farewell: bytes = b"") -> None:  # noqa: ARG002  # no test needs it
@@ -283,14 +283,14 @@ class MemoryLink:
             self.wires.end(self.rank, peer)
 
     def farewell_of(self, peer: int) -> bytes:  # noqa: ARG002  # likewise
-        """See ``Connections``: it carries none."""
+        """See ``Connections``: this link carries no farewell."""
         return b""
 
     def call(self, peer: int) -> None:
-        """See ``Connections``: all are connected from the beginning."""
+        """See ``Connections``: all ranks are connected from the start."""
 
     def await_delivery(self, until: float) -> None:
-        """See ``Connections``: what was sent has come."""
+        """See ``Connections``: sent messages have already arrived."""
 
     def closed(self) -> list[int]:
         """See ``Connections``."""
@@ -304,7 +304,7 @@ class MemoryLink:
         """See ``Connections``."""
         return self.wires.ended_by(self.rank, peer) is not None
 
-    def is_out_of_reach(self, peer: int) -> bool:  # noqa: ARG002  # it has no hosts
+    def is_out_of_reach(self, peer: int) -> bool:  # noqa: ARG002  # no host is ever out of reach
         """See ``Connections``."""
         return False
 
@@ -318,12 +318,12 @@ class MemoryLink:
     def is_interrupted(self) -> bool:
         return False
 
-    def has_unread(self, peer: int) -> bool:  # noqa: ARG002  # what was sent has come
+    def has_unread(self, peer: int) -> bool:  # noqa: ARG002  # sent messages have already arrived
         """See ``Connections``."""
         return False
 
     def unread(self) -> list[bytes]:
-        """See ``Connections``: what comes stays on its wire until it is asked for."""
+        """See ``Connections``: messages stay on their wire until a receive asks for them."""
         return []
 
     def refuse(self) -> None:
@@ -414,7 +414,7 @@ def exchange_on(
 
 
 def first_bytes(message: Message) -> bytes:
-    """What is sent first of a message, unsigned."""
+    """Return the bytes of a message that are sent first, unsigned."""
     return bytes(Gate(Settings(), "").head_of(message))
 
 
@@ -423,7 +423,7 @@ def new_lane() -> Lane:
 
 
 def on_every_rank(size: int, body: Callable[[int], Any]) -> list[Any]:
-    """Run ``body(rank)`` on a thread for each rank; return what they returned, or raise."""
+    """Run ``body(rank)`` on one thread per rank, and return the results or raise."""
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
@@ -452,7 +452,7 @@ def linked(
     sharing: Collection[int] = (),
     kind: type[MemoryLink] = MemoryLink,
 ) -> list[MemoryLink]:
-    """The links of as many ranks."""
+    """Return the links of this many ranks."""
     wires = Wires(size, hosts, sharing)
     return [kind(wires, rank) for rank in range(size)]
 
@@ -460,7 +460,7 @@ def linked(
 def sent_to_rank_0(
     messages: Mapping[int, Message], size: int = 2, kind: type[MemoryLink] = MemoryLink, **own: Any
 ) -> Exchange:
-    """Rank 0's exchange, to which each of these ranks has sent the head of a message."""
+    """Return rank 0's exchange after each of these ranks has sent it the head of a message."""
     wires = Wires(size)
     for rank, message in messages.items():
         exchange = exchange_on(kind(wires, rank), new_lane())

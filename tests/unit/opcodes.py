@@ -1,4 +1,4 @@
-"""Parts of pickles that are written by hand."""
+"""Parts of handwritten pickles."""
 
 import pickle
 import struct
@@ -9,12 +9,12 @@ NEWOBJ, REDUCE, BUILD, STOP = b"\x81", b"R", b"b", b"."
 
 
 def text(letters: str) -> bytes:
-    """Opcodes of a short text."""
+    """Opcodes of a short string."""
     return b"\x8c" + bytes([len(letters)]) + letters.encode()
 
 
 def named(module: str, name: str) -> bytes:
-    """Opcodes that put what two texts name on the stack."""
+    """Opcodes that put the object with this module and name on the stack."""
     return text(module) + text(name) + b"\x93"
 
 

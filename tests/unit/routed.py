@@ -1,4 +1,4 @@
-"""What tests of routes send, and one operation on every rank of a link between threads."""
+"""Messages for the tests of routes, and one operation on every rank of a link between threads."""
 
 import functools
 from collections.abc import Callable, Collection, Sequence
@@ -25,7 +25,7 @@ LARGE_NBYTES = 1_200_000
 def message_of(
     rank: int, shape: str, kind: BufferKind = BufferKind.TENSOR, flags: int = 0
 ) -> Message:
-    """A message whose content depends on ``rank`` and whose way depends on ``shape``."""
+    """A message whose content depends on ``rank`` and whose path depends on ``shape``."""
     meta = bytes([rank]) * (40_000 if shape in ("body", "both") else 10)
     buffers = []
     if shape in ("buffers", "both"):
@@ -51,7 +51,7 @@ def run(
     sharing: Collection[int] = (),
     **options: Any,
 ) -> list[Any]:
-    """Run one operation on every rank, or over given links; nothing may be left on them."""
+    """Run one operation on every rank, or over the given links, and check that nothing is left."""
     links = linked(ranks, hosts, sharing) if isinstance(ranks, int) else ranks
 
     def on_rank(rank: int) -> Any:
@@ -68,7 +68,7 @@ def run(
 def brought(
     pattern: str, exchange: Exchange, root: int, make: Callable[[int], Message]
 ) -> Sequence[Message]:
-    """What a pattern of traffic brings to one rank; ``make`` gives the message of a number."""
+    """Return the messages that a pattern brings to one rank; ``make(number)`` creates a message."""
     rank, size = exchange.rank, exchange.size
     if pattern == "broadcast":
         return [routes.broadcast(exchange, make(root) if rank == root else None, root)]
@@ -76,7 +76,7 @@ def brought(
         return routes.gather(exchange, make(rank), root) or []
     if pattern == "all_gather":
         return routes.all_gather(exchange, make(rank))
-    # Each message is its sender's, whatever its content.
+    # Every message names this rank as its sender, whatever its content.
     numbers = range(size) if pattern == "scatter" else range(16 * rank, 16 * rank + size)
     mine = [
         Message(each.header._replace(sender=rank), each.body, each.buffers, each.large)
@@ -88,7 +88,7 @@ def brought(
 
 
 def to_be_brought(pattern: str, rank: int, size: int, root: int) -> list[int]:
-    """The numbers of those messages."""
+    """Return the numbers of the messages that ``brought`` should return."""
     return {
         "broadcast": [root],
         "gather": [*range(size)] * (rank == root),
@@ -107,7 +107,7 @@ def check_pattern(
     *,
     sharing: Collection[int] = (),
 ) -> None:
-    """Every message of a pattern arrives whole where it should, and nowhere else."""
+    """Check that every message of a pattern arrives whole where it should, and nowhere else."""
     results = run(
         ranks,
         lambda exchange: brought(pattern, exchange, root, lambda at: message_of(at, shape)),

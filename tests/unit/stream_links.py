@@ -1,4 +1,4 @@
-"""Links over streams between threads of this process, and against a peer that is none."""
+"""Links over streams between threads of this process, and against a peer that is not a link."""
 
 import math
 import os
@@ -28,7 +28,7 @@ HEAD = head_tag(3)
 def joined(
     size: int = 2, *, across: bool = False, spin_seconds: float = 0.0
 ) -> Iterator[list[StreamLink]]:
-    """Links of as many ranks, all in this process; as if each had a host of its own, or not."""
+    """Yield the links of ``size`` ranks, each as if on its own host if ``across``."""
     sockets: list[dict[int, socket.socket]] = [{} for _ in range(size)]
     for rank in range(size):
         for peer in range(rank):
@@ -46,7 +46,7 @@ def joined(
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends of a connection as between hosts."""
+    """Return both ends of a connection like those between hosts."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         return one, listener.accept()[0]
@@ -56,7 +56,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 def behind_doors(
     size: int = 2, *, across: bool = False, lost_seconds: float = math.inf
 ) -> Iterator[list[StreamLink]]:
-    """The same, of which none are connected yet."""
+    """Yield links like those of ``joined``, but none of them connected yet."""
     doors = {rank: Door.opened("streams", ["127.0.0.1"]) for rank in range(size)}
     places = {rank: door.place for rank, door in doors.items()}
     hosts = {rank: rank * across for rank in doors}
@@ -78,7 +78,7 @@ def behind_doors(
 
 @contextmanager
 def facing() -> Iterator[tuple[StreamLink, socket.socket]]:
-    """Rank 0's link, and the other end of its one stream."""
+    """Yield rank 0's link and the other end of its only stream."""
     mine, other = socket.socketpair()
     link = StreamLink(0, {1: mine})
     with other:
@@ -99,23 +99,23 @@ def frame(kind: int, tag: int = TAG, nbytes: int = 0, number: int = 0) -> bytes:
 
 
 def doors_of(link: StreamLink) -> Any:
-    """Where a link finds the other ranks, and all that it knows of them."""
+    """Return the place where a link keeps what it knows about the other ranks."""
     calling = link._calling  # noqa: SLF001  # no public way
     assert calling is not None
     return calling._doors  # noqa: SLF001  # likewise
 
 
 def both_call(links: list[StreamLink], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each of two ranks call the other before it listens."""
+    """Make each of two ranks call the other before it listens."""
     with monkeypatch.context() as deaf:
         deaf.setattr(Calling, "let_in", lambda *_: None)
         begun = [link.send(filled(1, link.rank), 1 - link.rank, TAG) for link in links]
-    with ThreadPoolExecutor(2) as threads:  # between hosts each waits for the other's word
+    with ThreadPoolExecutor(2) as threads:  # between hosts, each waits for the other's handshake
         list(threads.map(lambda link, each: link.wait(each, LIMIT), links, begun))
 
 
 def arrives(sent: Any, links: list[StreamLink], flat: torch.Tensor, tag: int = TAG) -> None:
-    """Wait on both ranks for what the first of two ranks has begun to send to the other."""
+    """Wait on both ranks for what the first of them has begun to send to the other."""
     into = torch.zeros_like(flat)
     coming = links[1].recv(into, links[0].rank, tag)
     with ThreadPoolExecutor(1) as thread:
@@ -140,7 +140,7 @@ def take_a_copy(receiver: StreamLink, flats: list[torch.Tensor]) -> None:
 
 
 class Refusing:
-    """A socket over which the system sends nothing, or passes no descriptors."""
+    """A socket on which the system sends nothing, or passes no descriptors."""
 
     def __init__(self, end: socket.socket, error: int, *, is_of_descriptors: bool = False) -> None:
         self._end = end

@@ -1,4 +1,4 @@
-"""Where ranks are, made up, and what one of them finds out about its wait."""
+"""Made-up positions of ranks, and what one rank finds out about its wait."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,7 @@ def lane(
     nonce: str | None = None,
     since: float = 0.0,
 ) -> LaneWait:
-    """A lane whose latest call is under way if it awaits somebody."""
+    """A lane whose latest call is in progress if it awaits a rank."""
     now = past[-1] if past and awaits >= 0 else None
     next_sequence = past[-1].sequence + 1 if past else 0
     name = group if nonce is None else nonce
@@ -48,7 +48,7 @@ def meeting(group: str, *, awaits: int, thread: int = MAIN) -> LaneWait:
 
 
 def conflict_of(ranks: dict[int, list[LaneWait]], start: int = 0) -> Deadlock | None:
-    """What rank ``start`` finds out about its first lane; ranks that are not listed are silent."""
+    """Return what rank ``start`` finds out about its first lane; ranks not listed are silent."""
     known = {rank: WaitSnapshot(1, MAIN, tuple(lanes)) for rank, lanes in ranks.items()}
     return find_deadlock(start, known[start], ranks[start][0], known.get)
 
@@ -62,7 +62,7 @@ def pair(
     waiter: int = MAIN,
     since: float = 0.0,
 ) -> LaneWait:
-    """The lane of two ranks; ``waits`` is the operation that is under way, if any is."""
+    """The lane of two ranks; ``waits`` is the operation in progress, if any."""
     name = f"world, ranks {min(ranks)}-{max(ranks)}"
     now = None if waits == Operation.NONE else step(0, waits)
     who = waiter if now is not None else 0
@@ -80,7 +80,7 @@ def send(mine: int, dst: int, **fields: Any) -> LaneWait:
 def conflict_among(
     ranks: dict[int, list[LaneWait]], start: int = 0, *, threaded: tuple[int, ...] = ()
 ) -> Deadlock | None:
-    """As ``conflict_of``; processes have one thread but for those that are listed."""
+    """Do the same as ``conflict_of``; each process not in ``threaded`` has a single thread."""
     known = {
         rank: WaitSnapshot(1, MAIN, tuple(lanes), is_single=rank not in threaded)
         for rank, lanes in ranks.items()
@@ -89,7 +89,7 @@ def conflict_among(
 
 
 def mesh_like(*ranks: int, others: tuple[int, ...] = (0,), **facts: Any) -> Any:
-    """As much of a mesh of these ranks as is looked at."""
+    """Return the parts of a mesh of these ranks that are read."""
     thread = {"processes": Processes(), "is_cut_off": lambda _: False, "submit": lambda _: None}
     made: dict[str, Any] = dict.fromkeys(("verdict", "whole", "link"))
     made |= {"name": "", "nonce": "", "number": 0, "lanes": {}, "is_world": False}
@@ -98,20 +98,20 @@ def mesh_like(*ranks: int, others: tuple[int, ...] = (0,), **facts: Any) -> Any:
 
 
 def board_like(**answers: Any) -> Any:
-    """As much of rank 1's board as is asked."""
+    """Return the parts of rank 1's board that are read."""
     made: dict[str, Any] = {"rank": 1, "ask": lambda: 1, "publish": lambda snapshot: snapshot}
     made |= dict.fromkeys(("look", "learn", "tell_circle"), lambda _: None)
     return SimpleNamespace(**made | answers)
 
 
 def lane_like(**facts: Any) -> Any:
-    """As much of a lane as is looked at."""
+    """Return the parts of a lane that are read."""
     made: dict[str, Any] = {"number": 0, "waits": list, "has_waiting": lambda _: True}
     return SimpleNamespace(**made | {"order": None} | facts)
 
 
 def mesh_that_has_met(rank: int, members: tuple[int, ...], board_thread: Any) -> Mesh:
-    """A real one, of a world."""
+    """Return a real mesh of a world."""
     mesh = Mesh(
         name="world",
         is_world=True,
@@ -124,5 +124,5 @@ def mesh_that_has_met(rank: int, members: tuple[int, ...], board_thread: Any) ->
         is_destroyed=lambda: False,
         end_unconnected=losses.end_unconnected,
     )
-    mesh._meeting.nonce = "n"  # noqa: SLF001  # as when the ranks have met
+    mesh._meeting.nonce = "n"  # noqa: SLF001  # as after the ranks have met
     return mesh
