@@ -1,4 +1,4 @@
-"""What arrives in a reduction of leaves must fit what this rank gave, whoever sent it."""
+"""A received result of leaves must fit the operand that this rank gave, whichever rank sent it."""
 
 from typing import Any
 
@@ -124,13 +124,13 @@ def test_the_type_of_a_device_is_text() -> None:
 
 
 def of_tensor(*description: Any) -> Any:
-    """An operand of one leaf, described so."""
+    """Return an operand of one leaf with this description."""
     return (0, description), [None], ""
 
 
-COLLIDING = tuple(7 + turn * ((1 << 61) - 1) for turn in range(5_000))  # of one hash
+COLLIDING = tuple(7 + turn * ((1 << 61) - 1) for turn in range(5_000))  # all have the same hash
 
-#: Operands that would take far more than their bytes, or fail by something else.
+#: Operands that would cost far more than their bytes, or fail with another error.
 COSTLY: dict[str, Any] = {
     "a range as a shape": of_tensor("tensor", "float32", range(1 << 40), "cpu"),
     "a shape of endless sizes": of_tensor("tensor", "float32", (1 << 20_000,), "cpu"),
@@ -158,7 +158,7 @@ def test_an_operand_that_costs_more_than_its_bytes_is_refused(kind: str) -> None
 @pytest.mark.parametrize(
     "key",
     [frozenset({1, "a"}), range(3), (1, frozenset({range(3)}))],
-    ids=["frozen set", "range", "both in a tuple"],  # a set's text differs by process
+    ids=["frozen set", "range", "both in a tuple"],  # the text of a set differs between processes
 )
 def test_a_key_of_any_plain_kind_is_taken(key: Any) -> None:
     structure = structure_of({key: 1})

@@ -1,4 +1,4 @@
-"""What a key proves: every way to forge, alter, redirect or repeat a message."""
+"""What a key proves: every way to forge, alter, redirect or replay a message."""
 
 import os
 import threading
@@ -39,7 +39,7 @@ LARGE = torch.arange(100_000, dtype=torch.uint8)
 def pair(
     sender: Settings = KEYED, receiver: Settings = KEYED, **fields: Any
 ) -> tuple[Exchange, Exchange, Wires]:
-    """Rank 1, which sends, and rank 0, which receives."""
+    """Return rank 1, which sends, and rank 0, which receives."""
     wires = Wires(2)
     sending = exchange_on(MemoryLink(wires, 1), new_lane(), chosen=sender, **fields)
     return sending, exchange_on(MemoryLink(wires, 0), new_lane(), chosen=receiver), wires
@@ -83,7 +83,7 @@ def test_ranks_with_different_keys_do_not_understand_each_other(
 
 
 def forged(alter: Callable[[Header], Header]) -> bytes:
-    """A head whose checksum is right although somebody changed its header."""
+    """Return a head whose header was altered and whose checksum is still right."""
     sending, _, _ = pair()
     head = sending.gate.head_of(message_of(sending))
     return alter(Header.unpack(head)).pack() + head[HEADER_NBYTES:]
@@ -147,12 +147,12 @@ def test_a_message_counts_once() -> None:
 
 
 def mesh_of_its_own(name: str) -> Settings:
-    """A key that no other test has used: numbers of messages count for a mesh."""
+    """Return a key that no other test has used, because message numbers count per mesh."""
     return Settings(secret=secret_of(f"{KEY} {name}"))
 
 
 def next_call(wires: Wires, mesh: Settings, sequence: int = 1) -> Exchange:
-    """Rank 0 in a later call."""
+    """Return rank 0's exchange in a later call."""
     return exchange_on(MemoryLink(wires, 0), new_lane(), chosen=mesh, sequence=sequence)
 
 
@@ -164,7 +164,7 @@ def test_a_message_of_an_earlier_call_is_old_and_not_out_of_step(*, has_next_beg
     for head in heads:
         first.open(head, 1)
     later = next_call(wires, mesh)
-    if has_next_begun:  # whose messages have numbers as well, but not that of the second
+    if has_next_begun:  # its messages have numbers too, but not that of the second message
         sending, _, _ = pair(mesh, mesh, sequence=1)
         later.open(sending.gate.head_of(message_of(sending)), 1)
     with pytest.raises(AuthenticationError, match="an old message was replayed"):
@@ -218,7 +218,7 @@ PATTERNS = {"broadcast": 1, "scatter": 1, "gather": -1, "all_gather": 0}  # and 
 @pytest.mark.parametrize("is_large", [False, True], ids=["inline", "large"])
 def test_every_route_carries_signatures(size: int, *, is_large: bool) -> None:
     def body(exchange: Exchange) -> None:
-        mine = message_of(exchange, is_large=is_large)  # signed once for each that gets it
+        mine = message_of(exchange, is_large=is_large)  # signed once for each receiver
         for pattern, root in PATTERNS.items():
             for message in brought(pattern, exchange, root % size, lambda _: mine):
                 message.check()
@@ -256,10 +256,10 @@ def test_bytes_without_a_group_are_signed() -> None:
 
 
 def test_a_content_of_other_bytes_and_the_same_checksum_is_noticed() -> None:
-    """CRC-32 is linear: whoever changes a body can keep it."""
+    """CRC-32 is linear, so an attacker can change a body and keep its CRC."""
     with objcomm.configure(key=KEY):
         flat = objcomm.to_tensor(bytes(100))
-    polynomial = 0x1_DB71_0641  # CRC-32's, bit-reversed, as a multiple of itself: no change
+    polynomial = 0x1_DB71_0641  # CRC-32's, bit-reversed; XORing it in keeps the checksum
     at = HEADER_NBYTES + 50
     altered = flat.clone()
     for bit in range(33):
@@ -353,11 +353,11 @@ def test_the_environment_can_add_a_key_and_take_nothing_back(tmp_path: Any) -> N
         with pytest.raises(objcomm.DecodeError):
             objcomm.from_tensor(objcomm.to_tensor(1, codec="pickle"))
     with pytest.raises(AuthenticationError):
-        objcomm.from_tensor(mine)  # the environment's key is another one
+        objcomm.from_tensor(mine)  # the environment has another key
     signed = objcomm.to_tensor(1)
     assert environment_secret() == secret_of(KEY)
     del os.environ["OBJCOMM_KEY_FILE"]
-    assert objcomm.from_tensor(signed) == 1  # read once: it can't be taken away again either
+    assert objcomm.from_tensor(signed) == 1  # read once, so it cannot be taken away either
     assert settings() == Settings()
 
 

@@ -1,4 +1,4 @@
-"""Which backend and device a rank gets on machines with accelerators of all sorts, and without."""
+"""The backend and device a rank gets on machines with and without accelerators."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ PLACE = Placement("SLURM", 5, 8, 1, "node003", 1)
 
 
 def fake_modules(monkeypatch: pytest.MonkeyPatch, **modules: Any) -> None:
-    """Let these be torch's modules for types of device, and no others."""
+    """Make these torch's only modules for device types."""
 
     def module_of(device: Any) -> Any:
         found = modules.get(torch.device(device).type)
@@ -24,11 +24,11 @@ def fake_modules(monkeypatch: pytest.MonkeyPatch, **modules: Any) -> None:
             raise RuntimeError("no module for it")
         return found
 
-    monkeypatch.setattr(torch, "get_device_module", module_of)  # which remembers real ones
+    monkeypatch.setattr(torch, "get_device_module", module_of)  # torch caches its modules
 
 
 def fake_accelerator(monkeypatch: pytest.MonkeyPatch, device_type: str, **module: Any) -> None:
-    """Let torch say that this machine has such a one, with a module of these functions."""
+    """Make torch report an accelerator of this type, with a module of these functions."""
     device = torch.device(device_type)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
     fake_modules(monkeypatch, **{device_type: SimpleNamespace(**module)})
@@ -88,7 +88,7 @@ def test_the_accelerator_chooses_the_backend(
     monkeypatch: pytest.MonkeyPatch,
     device_type: str,
     named: str | None,
-    is_there: bool,  # noqa: FBT001  # pytest gives it by name
+    is_there: bool,  # noqa: FBT001  # pytest passes it by name
     backend: str,
 ) -> None:
     fake_accelerator(monkeypatch, device_type)

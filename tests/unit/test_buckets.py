@@ -1,7 +1,7 @@
-"""Tensors of several devices of one process, packed into one and put back.
+"""Tensors on several devices of one process, packed into one and unpacked.
 
-There is no second device to test with, so CPU memory stands for two: what torch asks of a device is
-asked here, too, that an operation's tensors are on one, unless it copies between them.
+There is no second device to test with, so CPU memory plays two. As torch does for real devices,
+the fake requires all tensors of an operation to be on one device, unless it copies between them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from objcomm._training.buckets import Rule, _Bucket
 
-# Of all types that torch gives numbers, only this one has neither a driver to start nor a build of
-# its own. What lies there has elements here: those that a stand-in holds.
+# Of all types that torch numbers, only this one needs neither a driver nor a special build. Its
+# tensors have elements here, because each wraps a CPU tensor that holds them.
 FIRST, SECOND = torch.device("meta:0"), torch.device("meta:1")
 
 
 class Placed(torch.Tensor):
-    """CPU memory that is said to lie on another device."""
+    """CPU memory that claims to be on another device."""
 
     held: torch.Tensor
 
@@ -38,7 +38,7 @@ class Placed(torch.Tensor):
 
 
 class Devices(TorchDispatchMode):
-    """Carries operations out in CPU memory, if their tensors are on one device."""
+    """Run operations in CPU memory if their tensors are on one device."""
 
     def __torch_dispatch__(
         self,

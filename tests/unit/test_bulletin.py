@@ -1,4 +1,4 @@
-"""The thread that talks to the store, when its world ends."""
+"""The thread that talks to the store, at the end of its world."""
 
 import gc
 import threading
@@ -18,11 +18,11 @@ from tests.waits import PATIENCE_S, wait_until
 
 
 class Held:
-    """Something that can be watched."""
+    """An object that can be weakly referenced."""
 
 
 def beginning(folder: Path, worlds: list[str]) -> BoardThread:
-    """One whose world lives as long as there is something in ``worlds``."""
+    """Return a thread whose world lives while ``worlds`` is not empty."""
     store = dist.FileStore(str(folder / "store"), 1)
     answer: Any = None
     return BoardThread(
@@ -87,7 +87,7 @@ def test_what_comes_during_the_last_word_is_let_go(
 
 
 def test_who_asks_on_its_own_thread_is_answered_at_once(tmp_path: Path) -> None:
-    """A finalizer of a group may run there; it would wait for itself."""
+    """A group's finalizer may run on that thread, which would wait for itself."""
     worlds = ["alive"]
     board_thread = beginning(tmp_path, worlds)
 
@@ -99,17 +99,17 @@ def test_who_asks_on_its_own_thread_is_answered_at_once(tmp_path: Path) -> None:
     worlds.clear()
     board_thread.close(PATIENCE_S, "its program has ended")
     gc.collect()
-    assert board() is None  # nor is its connection kept
+    assert board() is None  # its connection is not kept either
 
 
 def test_a_question_after_the_end_of_a_world_keeps_nothing_of_it(tmp_path: Path) -> None:
-    # What it would keep is a connection to the store.
+    # The question would keep a connection to the store.
     board_thread = beginning(tmp_path, [])
     board_thread.close(PATIENCE_S, "its program has ended")
     watched = weakref.ref(board_thread)
     gc.disable()
     try:
-        _watchdogs.watchdog()._ask(board_thread, lambda _: None)  # noqa: SLF001  # as a look does
+        _watchdogs.watchdog()._ask(board_thread, lambda _: None)  # noqa: SLF001  # as the watchdog does
         del board_thread
         assert watched() is None
     finally:
@@ -117,7 +117,7 @@ def test_a_question_after_the_end_of_a_world_keeps_nothing_of_it(tmp_path: Path)
 
 
 class Vanishing:
-    """A store in which another rank removes each key right after somebody has looked for it."""
+    """A store in which another rank removes each key right after it was found."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -146,9 +146,9 @@ class Vanishing:
 def test_what_is_removed_while_it_is_looked_for_holds_nobody(
     key: str, look: Callable[[Board], Any]
 ) -> None:
-    """It held the thread, and with it all that this process was to tell and to hear, for 300 s."""
+    """The thread was stuck for 300 s, and neither sent nor received anything for this process."""
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=0.1))  # of a wait; then it raises
+    store.set_timeout(timedelta(seconds=0.1))  # for a wait, which then raises
     board = Board(store, 0, Processes())
     board._store = Vanishing(board._store)  # type: ignore[assignment]  # noqa: SLF001  # there is no public way
     store.set(f"objcomm/{key}", "7")
@@ -165,7 +165,7 @@ def test_all_that_have_told_who_they_are_are_learned_of_by_two_questions() -> No
     store, processes = Store(), [Processes() for _ in range(30)]
     boards = [Board(store, rank, each) for rank, each in enumerate(processes[:-1])]
     for name in ("check", "multi_get", "compare_set"):
-        ask = getattr(boards[0]._store, name)  # noqa: SLF001  # what it asks
+        ask = getattr(boards[0]._store, name)  # noqa: SLF001  # the questions it asks
 
         def counted(*arguments: Any, ask: Callable[..., Any] = ask) -> Any:
             asked.append(arguments)
@@ -176,7 +176,7 @@ def test_all_that_have_told_who_they_are_are_learned_of_by_two_questions() -> No
     assert len(asked) == 2
     names = [each.own.name for each in processes]
     assert [getattr(processes[0].of(rank), "name", "") for rank in range(30)] == [*names[:-1], ""]
-    boards[0].learn(range(30))  # one has not: it must not be waited for
+    boards[0].learn(range(30))  # one has not introduced itself, and must not be waited for
     Board(store, 29, processes[29])
     boards[0].learn(range(30))
     assert getattr(processes[0].of(29), "name", "") == names[29]

@@ -1,4 +1,4 @@
-"""What travels by value: cloudpickle's rules, and nothing of the sender's own is written over."""
+"""Objects that travel by value: cloudpickle's rules, and nothing of the sender's is overwritten."""
 
 import dataclasses
 import io
@@ -18,8 +18,8 @@ from objcomm._codecs import codec_named, copy
 from objcomm._codecs.by_value import dumps
 from objcomm._codecs.pickle5 import _BY_VALUE
 
-# Cloudpickle has rules for these as well. Open files are refused on purpose: it would send their
-# content. The codec has a rule of its own for views of memory, and plain pickle for the others.
+# Cloudpickle has rules for these as well. Open files are refused on purpose, because cloudpickle
+# would send their content. The codec has its own rule for memory views; pickle handles the rest.
 LEFT_TO_PICKLE = {
     io.TextIOWrapper,
     memoryview,
@@ -120,7 +120,7 @@ def test_a_bytearray_cannot_be_resized_while_it_is_encoded() -> None:
 
     with pytest.raises(objcomm.EncodeError, match="BufferError"):
         objcomm.to_tensor([content, Clears()])
-    content.clear()  # nothing holds it any longer
+    content.clear()  # nothing holds a buffer of it any longer
 
 
 def counter(start: int) -> tuple[Callable[[], None], Callable[[], int], list[types.CellType]]:
@@ -143,7 +143,7 @@ Carry = Callable[[Any], Any]
 def carried(request: pytest.FixtureRequest) -> Carry:
     if request.param == "codec":
         return lambda obj: objcomm.from_tensor(objcomm.to_tensor(obj))
-    return lambda obj: pickle.loads(dumps(obj))  # noqa: S301  # its own
+    return lambda obj: pickle.loads(dumps(obj))  # noqa: S301  # its own bytes
 
 
 def test_functions_that_share_a_variable_still_share_it_when_they_arrive(carried: Carry) -> None:

@@ -1,4 +1,4 @@
-"""Circles through groups that were used before, and waits that no circle goes through."""
+"""Deadlocks through groups that were used before, and waits that are in no deadlock."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.unit.whereabouts import MAIN, conflict_of, lane, meeting, step
 
 
 def test_a_circle_of_groups_that_were_used_before_is_found() -> None:
-    """Each rank has made call 0 of both groups; now it is in one and awaited in the other."""
+    """Each rank has made call 0 of both groups; now it waits in one and is awaited in the other."""
     ranks = {
         0: [lane("a", step(0), step(1), awaits=1), lane("b", step(0))],
         1: [lane("b", step(0), step(1), awaits=0), lane("a", step(0))],
@@ -20,7 +20,7 @@ def test_a_circle_of_groups_that_were_used_before_is_found() -> None:
 
 @pytest.mark.parametrize("start", [0, 1])
 def test_a_wait_on_a_mesh_that_has_ended_is_in_no_circle(start: int) -> None:
-    """Rank 0 is busy: the error that rank 1 has raised, and left behind, is yet to reach it."""
+    """Rank 0 is busy, and has yet to learn of the error that ended the mesh on rank 1."""
     behind = lane("world", step(0), awaits=1, nonce="old")
     ended = lane("world", step(0), nonce="old")._replace(has_ended=True)
     assert conflict_of({0: [behind], 1: [meeting("world", awaits=0), ended]}, start) is None
@@ -37,7 +37,7 @@ def test_a_wait_on_a_mesh_that_has_ended_is_in_no_circle(start: int) -> None:
 def test_who_waited_beside_a_circle_when_it_was_told_is_in_no_other(
     start: int, told_seconds: float, *, is_over: bool
 ) -> None:
-    """Ranks 0 and 1 have raised; rank 2 meets in "b" for a second, and may have come since."""
+    """Ranks 0 and 1 have raised; rank 2 has met in "b" for a second, and may have left since."""
     circle = conflict_of({0: [meeting("a", awaits=1)], 1: [meeting("b", awaits=0)]})
     assert circle is not None
     waits = {0: lane("world", step(0), awaits=2), 2: meeting("b", awaits=0)}
@@ -50,7 +50,7 @@ def test_who_waited_beside_a_circle_when_it_was_told_is_in_no_other(
 
 
 def test_a_wait_that_has_not_ended_long_after_a_circle_was_told_counts() -> None:
-    """Whatever has kept it, nothing else would end it."""
+    """Whatever has delayed the rank, nothing else would end its wait."""
     waits = {0: lane("world", step(0), awaits=2), 2: meeting("b", awaits=0)._replace(seconds=20.0)}
     circle = Deadlock("each waits for another", ((1, waits[2], step(0)),))
     for told_seconds, is_over in ((3.0, True), (10.0, False)):
@@ -65,7 +65,7 @@ def test_a_wait_that_has_not_ended_long_after_a_circle_was_told_counts() -> None
 @pytest.mark.parametrize("start", [0, 1])
 @pytest.mark.parametrize("began", [5.0, 5.1])
 def test_who_has_raised_and_waits_again_may_be_in_a_next_circle(start: int, began: float) -> None:
-    """Rank 1 published how long its wait lasts after rank 0 had, and so its wait looks older."""
+    """Rank 1 published the duration of its wait after rank 0 had, so its wait looks older."""
     waits = {
         0: meeting("a", awaits=1)._replace(since=7.0, seconds=0.5),
         1: meeting("b", awaits=0)._replace(since=began, seconds=0.7),
@@ -87,7 +87,7 @@ def test_who_has_raised_and_waits_again_may_be_in_a_next_circle(start: int, bega
 def test_who_was_told_of_a_circle_beside_it_knows_which_of_its_waits_is_older(
     began: float, *, is_over: bool
 ) -> None:
-    """Rank 2 heard of it at 3.0 by its own clock, and no other process's durations count."""
+    """Rank 2 heard of it at 3.0 by its own clock; durations from other processes do not count."""
     ended = ((0, meeting("a", awaits=1), step(0)), (1, meeting("b", awaits=0), step(0)))
     circle = Deadlock("each waits for another", ended)
     waits = {

@@ -106,13 +106,13 @@ def test_a_generator_is_sent_as_a_list(codec: str) -> None:
 
 
 class Answering(dict[str, int]):
-    """Of a user's: what it lacks it answers with None, ``__setstate__`` included."""
+    """A user's class that answers None for any missing attribute, even ``__setstate__``."""
 
     __getattr__ = dict.get
 
 
 class Wrapper:
-    """Of a user's: while it has no attributes it asks itself for ``inner`` without end."""
+    """A user's class that recurses without end while it lacks its attribute ``inner``."""
 
     def __init__(self, inner: object) -> None:
         self.inner = inner
@@ -181,7 +181,7 @@ def test_an_exported_program_computes_the_same_when_it_arrives() -> None:
 
 
 class Unsettable:
-    """One that can be taken apart, but not put together."""
+    """A class whose instances can be encoded but not decoded."""
 
     def __init__(self, key: object = None) -> None:
         self.key = key
@@ -199,7 +199,7 @@ class Unmakable:
 
 
 class HashedByAttribute:
-    """One that has no hash before it has its state."""
+    """A class whose instances have no hash before they have their state."""
 
     def __init__(self) -> None:
         self.key = 1
@@ -240,7 +240,7 @@ def test_what_cannot_be_rebuilt_is_named_with_where_it_sits(
     assert (error.path, error.made_by) == (path, made_by)
     for told in (path, made_by, "on the rank that sent it: if that raises too"):
         assert told in str(error)
-    again = pickle.loads(pickle.dumps(error))  # noqa: S301  # its own
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301  # its own bytes
     assert (again.path, again.made_by, str(again)) == (path, made_by, str(error))
 
 
@@ -255,7 +255,7 @@ def test_nothing_that_a_sender_chose_is_called_to_find_where_decoding_failed() -
 
 
 class _Secretive(type):
-    """A metaclass whose classes tell neither name nor anything else that a codec asks for."""
+    """A metaclass whose classes hide their names and everything else that a codec asks for."""
 
     def __getattribute__(cls, name: str) -> Any:
         raise LookupError(f"no {name}")
@@ -318,7 +318,7 @@ def test_plain_data_refuses_a_cycle(codec: str) -> None:
 def test_what_is_nested_too_deep_is_refused_with_how_deep_is_fine(codec: str) -> None:
     deep: Any = None
     linked: Any = None
-    for _ in range(100_000):  # Python 3.12 takes 10 times as many as 3.11
+    for _ in range(100_000):  # Python 3.12 allows 10 times as many levels as 3.11
         deep, linked = [deep], samples.Plain(next=linked)
     with objcomm.configure(max_depth=1_000_000):
         for each in (deep, linked):
@@ -347,7 +347,7 @@ def test_only_the_viewed_elements_are_encoded(codec: str) -> None:
 
 
 class Keeping:
-    """A codec whose objects are what it was given to decode."""
+    """A codec whose decoded objects are the bytes it was given."""
 
     name = "keeping"
 
@@ -394,7 +394,7 @@ def test_a_subclass_travels_like_any_tensor_with_what_its_class_added() -> None:
 
 
 class Made:
-    """What travels of it is made when it is encoded, and kept by nobody else."""
+    """An object whose encoded content is created during encoding and kept by nothing else."""
 
     def __init__(self, before: "Made | None" = None) -> None:
         self.before = before
@@ -428,13 +428,13 @@ def test_an_attribute_of_a_tensor_that_is_no_plain_data_is_refused_with_its_path
         objcomm.to_tensor({"w": weight}, codec="msgpack")
     assert (caught.value.path, caught.value.type_name) == ("obj['w'].loader", "lock")
     vars(weight).clear()
-    vars(weight)["grad_fn"] = 1  # each tensor has one of its own
+    vars(weight)["grad_fn"] = 1  # each tensor has its own
     with pytest.raises(EncodeError, match="'grad_fn' is set"):
         objcomm.to_tensor([weight], codec="msgpack")
 
 
-class Evaluation(Exception):  # a user's
-    """Its ``__init__`` takes other arguments than its base gets."""
+class Evaluation(Exception):  # a user's class
+    """``__init__`` takes other arguments than the base class gets."""
 
     def __init__(self, step: int, *, metric: str) -> None:
         super().__init__(f"{metric} at step {step}")
@@ -442,7 +442,7 @@ class Evaluation(Exception):  # a user's
 
 
 class Reduced(Evaluation):
-    """Says itself how it is pickled."""
+    """Defines how it is pickled."""
 
     def __reduce__(self) -> Any:
         return _reduced, (self.step,)

@@ -1,4 +1,4 @@
-"""Which waits can never end: reasoning on whereabouts, without any process."""
+"""Which waits can never end, found from the ranks' positions without any process."""
 
 import _thread
 import itertools
@@ -92,7 +92,7 @@ def test_a_circle_of_three_is_found_by_each() -> None:
 
 
 def test_a_circle_is_known_from_who_has_left_it() -> None:
-    """Rank 0 has raised and waits no more; without its word rank 2 would wait for ever."""
+    """Rank 0 has raised and no longer waits; without its report rank 2 would wait forever."""
     ranks = {
         0: [lane("a", step(0), awaits=1, since=5.0)],
         1: [lane("b", step(0), awaits=2, since=6.0)],
@@ -107,7 +107,7 @@ def test_a_circle_is_known_from_who_has_left_it() -> None:
         known[0] = left
         found = find_deadlock(rank, known[rank], ranks[rank][0], known.get)
         assert found == told._replace(is_told=True)
-    later = ranks[2][0]._replace(since=8.0)  # another wait of the same lane
+    later = ranks[2][0]._replace(since=8.0)  # a later wait on the same lane
     assert find_deadlock(2, WaitSnapshot(2, MAIN, (later,)), later, {0: left}.get) is None
 
 
@@ -122,18 +122,18 @@ def test_a_circle_that_this_group_is_not_part_of_is_the_others_matter() -> None:
 
 
 def test_who_waits_in_a_meeting_that_another_has_left_is_in_no_circle() -> None:
-    """Rank 0 has raised and meets anew, and rank 1 has yet to hear why the last meeting ended."""
+    """Rank 0 has raised and meets again; rank 1 has yet to hear why the last meeting ended."""
     new, old = meeting("a", awaits=1)._replace(nonce="new"), meeting("a", awaits=0)
     assert conflict_of({0: [new], 1: [old._replace(nonce="old")]}) is None
     assert conflict_of({0: [new], 1: [meeting("b", awaits=0)._replace(nonce="old")]}) is not None
 
 
-# Messages from rank to rank: any thread may send, so a wait for one is in vain only where the
-# other process has a single thread, which waits itself.
+# Messages between two ranks: any thread may send, so a wait for one can never end only where the
+# other process has a single thread, which waits too.
 
 
 def is_circle(ranks: dict[int, list[LaneWait]], reason: str = NO_MATCH) -> bool:
-    """Whether each of the ranks finds the circle of all of them."""
+    """Return whether each of the ranks finds the deadlock of all of them."""
     found = [conflict_among(ranks, rank) for rank in ranks]
     return all(
         each is not None
@@ -150,7 +150,7 @@ def test_two_that_wait_for_each_others_messages(operation: Operation) -> None:
 
 
 def test_a_circle_of_messages_or_meetings_is_none_of_calls_that_both_remember() -> None:
-    """So it is believed only when it has looked the same twice, and told."""
+    """So it counts only when it has looked the same twice, and was reported."""
     for ranks in (
         {0: [recv(0, 1)], 1: [recv(1, 0)]},
         {0: [meeting("a", awaits=1)], 1: [meeting("b", awaits=0)]},
@@ -161,7 +161,7 @@ def test_a_circle_of_messages_or_meetings_is_none_of_calls_that_both_remember() 
 
 
 def test_a_message_under_way_is_no_conflict() -> None:
-    """Rank 1 has sent, and waits for an answer; the bytes are not here yet."""
+    """Rank 1 has sent, and waits for an answer; the bytes have not arrived yet."""
     ranks = {0: [recv(0, 1, taken=2)], 1: [recv(1, 0, sent=3)]}
     assert conflict_among(ranks) is None
     assert conflict_among(ranks, 1) is None
@@ -176,7 +176,7 @@ def test_what_was_sent_over_an_earlier_connection_is_not_under_way() -> None:
 
 
 def test_a_large_message_that_waits_for_its_receiver_is_no_help_to_another_tag() -> None:
-    """Its head has come, and rank 0 waits for another one."""
+    """Its head has arrived, and rank 0 waits for another message."""
     assert is_circle({0: [recv(0, 1, taken=1)], 1: [send(1, 0, sent=1)]})
 
 
@@ -212,7 +212,7 @@ def test_a_circle_of_three_through_messages_and_a_collective() -> None:
 def test_a_message_and_a_collective_in_which_a_third_rank_waits_for_the_receiver(
     start: int, operation: Operation, *, is_circle_of_all: bool
 ) -> None:
-    """Rank 2 receives from rank 1, which waits for rank 0, and that for rank 2."""
+    """Rank 2 receives from rank 1, which waits for rank 0, which waits for rank 2."""
     call = step(1, operation)
     message = pair(1, 2, waits=Operation.RECV, awaits=1)
     ranks = {
@@ -223,30 +223,30 @@ def test_a_message_and_a_collective_in_which_a_third_rank_waits_for_the_receiver
     found = conflict_among(ranks, start)
     assert (found is not None) == is_circle_of_all
     assert found is None or (found.reason, len(found.found)) == (CIRCLE, 3)
-    ranks[2] = [message, lane("world", step(0), call)]  # it has come, and rank 0 may have gone on
+    ranks[2] = [message, lane("world", step(0), call)]  # it arrived; rank 0 may be gone
     assert conflict_among(ranks, start) is None
 
 
 def test_a_ring_of_receives() -> None:
     ranks = {rank: [recv(rank, (rank + 1) % 3)] for rank in range(3)}
     assert is_circle(ranks)
-    ranks[2] = [recv(2, 0, sent=1)]  # towards rank 0 that is not the same pair's lane
+    ranks[2] = [recv(2, 0, sent=1)]  # sent to rank 0, which is not on this pair's lane
     assert is_circle(ranks)
-    ranks[0].append(pair(0, 2, sent=1))  # but this is: rank 0 has sent what rank 2 waits for
+    ranks[0].append(pair(0, 2, sent=1))  # but this counts: rank 0 has sent what rank 2 waits for
     for rank in range(3):
         assert conflict_among(ranks, rank) is None
 
 
 MEETS = Step(MEETING, Operation.NONE, 1, 0, "train.py:1", "send")
 SENDS = send(0, 1, sent=1)._replace(now=MEETS)
-# ``sendrecv``: its thread waits in the other half.
+# ``sendrecv``: the sending thread waits in the other half.
 SENDS_AND_RECEIVES = [recv(0, 1, sent=1, since=1.0), SENDS._replace(waiter=OTHER)]
-# The host of a meeting, which sends, knows its name before its guest does.
+# The host of a meeting, which sends, knows the mesh's name before its guest does.
 GUEST = recv(1, 0)._replace(nonce="")
 GATHER, NEW = step(1, Operation.GATHER), step(0, Operation.GATHER)
 ELSEWHERE = step(1)._replace(call_site="eval.py:9")
 
-# Where each rank is: none of them is in a wait that can never end.
+# Positions of ranks, none of which is in a wait that can never end.
 IN_STEP: dict[str, dict[int, list[LaneWait]]] = {
     "call sites do not count": {
         0: [lane("world", step(1), awaits=1)],
@@ -347,7 +347,7 @@ def test_nor_do_idle_threads_of_a_pool() -> None:
 
 
 def test_a_foreign_thread_counts_while_it_is_in_python() -> None:
-    """Python lists it for ever, though it may have ended, or wait in C++ for the main thread."""
+    """Python lists it forever, even if it has ended or waits in C++ for the main thread."""
     seen: list[threading.Thread] = []
     leave = threading.Event()
 

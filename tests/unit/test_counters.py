@@ -1,4 +1,4 @@
-"""What is counted of an operation's calls: the sum of all, and nothing of others."""
+"""What is counted of an operation's calls: the sum over all of them, and nothing from others."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ def test_figures_of_all_calls_are_added_up() -> None:
 
 
 def test_calls_are_told_in_their_order_whatever_the_clock_says() -> None:
-    """It may be set back, or read late: a busy machine gives its processor to others in between."""
+    """The clock may be set back, or be read late on a busy machine."""
     history = History()
     for sequence, began in enumerate([10.0, 12.0, 11.9, 13.0]):
         history.add(_call(sequence, began))

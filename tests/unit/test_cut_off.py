@@ -1,4 +1,4 @@
-"""When a rank that does not answer counts as dead, before a group's first use."""
+"""When a rank that does not answer counts as dead, before the group's first use."""
 
 import itertools
 from types import SimpleNamespace
@@ -11,13 +11,13 @@ from tests.unit.whereabouts import board_like, mesh_like
 
 
 class _Waiting:
-    """Rank 0, which waits for ranks 1 and 2 and may lose rank 2; its looks are a second apart.
+    """Rank 0, which waits for ranks 1 and 2 and may lose rank 2; it looks once a second.
 
     Attributes:
         is_lost: whether the world's connection to rank 2 has ended.
-        is_out_of_reach: whether by an outage.
-        answered: the latest question that rank 2 has answered, and rank 1.
-        called: with which ranks the world was told to connect.
+        is_out_of_reach: whether an outage ended that connection.
+        answered: the latest question that ranks 1 and 2 have answered.
+        called: the ranks that the world was asked to connect to.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_out_of_reach: bool = False) -> None:
@@ -37,7 +37,7 @@ class _Waiting:
         self._entry: Any = SimpleNamespace(unanswered=None, first_asked=1, awaits=1)
 
     def dead_after(self, looks: int) -> int | None:
-        """How many of so many looks it took to find rank 2 dead, if it was."""
+        """Return the look, of at most so many, that found rank 2 dead, or None."""
         meshes = [self._world, self._mesh]
         for look in range(1, looks + 1):
             asked = next(self._asked)
@@ -58,13 +58,13 @@ def test_a_store_that_answers_nobody_for_long_is_no_silence_of_a_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waiting = _Waiting(monkeypatch)
-    assert waiting.dead_after(3) is None  # 2 s have passed, enough by themselves
+    assert waiting.dead_after(3) is None  # 2 s have passed, which would be enough otherwise
 
 
 def test_who_was_cut_off_may_be_there_again_and_its_answer_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What its system has sent in an outage it sends again up to two minutes after that."""
+    """After an outage, the other system may resend what it has sent only two minutes later."""
     waiting = _Waiting(monkeypatch, is_out_of_reach=True)
     assert waiting.dead_after(120) is None
     assert waiting.dead_after(9) == 2
@@ -90,13 +90,13 @@ def test_who_answered_before_it_was_lost_may_have_died_since(
 
 
 def test_who_is_awaited_and_does_not_answer_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have died before the two had anything to do with each other."""
+    """It may have died before the two ranks had any contact."""
     waiting = _Waiting(monkeypatch)
     waiting.is_lost = False
     assert waiting.dead_after(1) is None
     assert waiting.called == []
     assert waiting.dead_after(2) is None
-    assert waiting.called == [1, 2] * 2  # of others some are at each look, here both
+    assert waiting.called == [1, 2] * 2  # each look calls some of the others, here both
     waiting.answered = 1_000_000
     assert waiting.dead_after(5) is None
     assert waiting.called == [1, 2] * 2

@@ -1,4 +1,4 @@
-"""What looks at descriptors or opens one leaves none behind."""
+"""Code that looks at descriptors, or opens one, leaves none behind."""
 
 import contextlib
 import gc
@@ -13,11 +13,11 @@ from objcomm._wire.signing import read_key_file
 
 
 def open_descriptors() -> dict[str, str]:
-    """Those of this process, and where they lead; what other tests have dropped is closed."""
+    """Return this process's descriptors and their targets, once dropped objects are closed."""
     gc.collect()
     found = {}
     for each in list(Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(OSError):  # the one that read the folder
+        with contextlib.suppress(OSError):  # the descriptor that read the folder
             found[each.name] = str(each.readlink())
     return found
 

@@ -1,4 +1,4 @@
-"""Which types of device have a link, and which member takes which of several."""
+"""Which types of device have a link, and which buffer takes which of several links."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ LARGE_NBYTES = 100_000
 
 
 class NamedGroup:
-    """A process group that names backends, as torch's do."""
+    """A process group that names its backends, as torch's do."""
 
     def __init__(self, **names: str | None) -> None:
         self._names = names
@@ -31,7 +31,7 @@ class NamedGroup:
 
 
 class Unnamed:
-    """A backend of another library's that does not say what it is called."""
+    """A backend of another library that does not report its name."""
 
     def name(self) -> str:
         raise NotImplementedError
@@ -84,7 +84,7 @@ def test_torchs_own_gloo_group_has_none(tmp_path: Any) -> None:
 
 
 class NotingLink:
-    """Notes what was given to it."""
+    """A link that notes what it was given."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
@@ -96,7 +96,7 @@ class NotingLink:
 
 
 def message_on(*devices: str, flags: int = 0) -> Message:
-    """A message with a large member on each of some devices, and one in CPU memory."""
+    """Return a message with a large buffer on each of these devices, and one in CPU memory."""
     flats = [torch.empty(LARGE_NBYTES, dtype=torch.uint8, device=each) for each in devices]
     host = torch.empty(LARGE_NBYTES, dtype=torch.uint8)
     buffers = [Buffer(BufferKind.DEVICE, flat, flat) for flat in flats]
@@ -105,7 +105,7 @@ def message_on(*devices: str, flags: int = 0) -> Message:
 
 
 def test_each_member_takes_the_link_of_its_own_type() -> None:
-    # Neither is an accelerator, but they are the two types of device that there always are.
+    # Neither is an accelerator, but these two types of device always exist.
     links: Any = [NotingLink("cpu"), NotingLink("meta")]
     path = DevicePath(links)
     assert (path.linked, path.staging) == ("cpu,meta", "cpu")

@@ -1,4 +1,4 @@
-"""Transfers between two ranks' devices begin in one order on both; without a device."""
+"""Transfers between two ranks' devices begin in the same order on both; no device is needed."""
 
 import itertools
 import random
@@ -20,7 +20,7 @@ LIMIT_S = 60
 
 
 class FakeOffers:
-    """One rank's end of a connection on which words travel, in order."""
+    """One rank's end of a connection that carries words in order."""
 
     def __init__(self, rank: int) -> None:
         self.mesh = SimpleNamespace(rank=rank)
@@ -78,7 +78,7 @@ def start(body: Callable[[], None]) -> threading.Thread:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_backend_with_one_order_for_both_directions_never_stalls(seed: int) -> None:
     ends = [FakeOffers(0), FakeOffers(1)]
-    # As NCCL's: it moves something when both ranks are at it, and never if they are not.
+    # Like NCCL: it moves data only while both ranks are in the same transfer.
     meeting = threading.Barrier(2, timeout=LIMIT_S)
     at: list[Any] = [None, None]
     moved: list[Any] = []
@@ -114,7 +114,7 @@ def test_a_backend_with_one_order_for_both_directions_never_stalls(seed: int) ->
             meeting.abort()
             raise
 
-    threads = [start(lambda job=job: guarded(*job)) for job in jobs]  # type: ignore[misc]  # its default
+    threads = [start(lambda job=job: guarded(*job)) for job in jobs]  # type: ignore[misc]  # bound as a default
     for thread in threads:
         thread.join(LIMIT_S)
     assert not failed
@@ -152,7 +152,7 @@ def test_the_higher_rank_keeps_to_the_order_of_the_words(*, is_sender: bool) -> 
 def test_the_end_of_the_connection_ends_each_wait(rank: int, *, is_sender: bool) -> None:
     here = FakeOffers(rank)
     here.is_ended = True
-    Ticket(here.turns).take()  # of a transfer that never ends
+    Ticket(here.turns).take()  # for a transfer that never ends
     with (
         turn_on(here, None, 1, is_sender=is_sender) as turn,
         pytest.raises(TransportError, match="it died"),

@@ -1,4 +1,4 @@
-"""Where a rank listens, which addresses and ports it tells, and whom it lets in."""
+"""Where a rank listens, which addresses and ports it announces, and whom it lets in."""
 
 import errno
 import os
@@ -61,7 +61,7 @@ def _opened(*addresses: str, ports: range = range(0)) -> Iterator[Door]:
 
 
 def _is_heard_at(door: Door, address: str) -> bool:
-    """Whether a caller that says something there can be let in."""
+    """Return whether a caller that introduces itself there can be let in."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as end:
         if end.connect_ex((address, door.place.port)):
@@ -97,7 +97,7 @@ def test_each_door_has_a_port_of_the_range_and_one_more_says_that_none_is_free()
         place = opened.enter_context(_opened("127.0.0.1", ports=ports)).place
     assert place.port == 0
     assert place.lacks == f"none of the ports {first}-{first + 1} is free (OBJCOMM_PORTS)"
-    assert place.transport == "streams"  # so that no rank takes Gloo instead
+    assert place.transport == "streams"  # so that no rank falls back to Gloo
 
 
 def test_a_port_can_be_used_again_though_its_connections_have_not_ended() -> None:
@@ -149,7 +149,7 @@ def test_another_users_process_is_sent_away_before_it_says_anything(
             patch.setattr(doors, "_uid_of", lambda _: os.geteuid() + 1)
             assert not list(ours.accept(ours.listeners[0]))
             end.settimeout(60.0)
-            with pytest.raises(ConnectionResetError):  # it had said its word, which nobody read
+            with pytest.raises(ConnectionResetError):  # its word was never read
                 end.recv(1)
         assert refused == [f"a process of user {os.geteuid() + 1}"]
 
@@ -180,7 +180,7 @@ def test_a_word_proves_the_session_and_the_key() -> None:
 def test_an_address_of_the_own_host_is_no_way_to_another_one(
     monkeypatch: pytest.MonkeyPatch, own: tuple[str, ...], theirs: tuple[str, ...], ways: int
 ) -> None:
-    """Any process of this host may listen there; but ranks of one machine may have nothing else."""
+    """Any process of this host may listen there, but ranks on one machine may have no other one."""
     monkeypatch.setattr(doors, "interface_addresses", lambda: {"eth0": list(own)})
     with _opened("127.0.0.1") as door:
         places = {
@@ -190,11 +190,11 @@ def test_an_address_of_the_own_host_is_no_way_to_another_one(
         found = doors.Doors(door, places, {0: 0, 1: 1}, 0, Words(_SESSION, None))
         assert found.ways_to(1) == ways
         if own != theirs and ways == 1:
-            assert found._ways[1] == ["10.0.0.8"]  # noqa: SLF001  # without a network to see it
+            assert found._ways[1] == ["10.0.0.8"]  # noqa: SLF001  # no network here could show it
 
 
 def test_a_door_where_too_many_wait_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A caller would wait in the kernel for as long as strangers hold the places."""
+    """Otherwise a caller would wait in the kernel while strangers occupy the backlog."""
     monkeypatch.setattr(socket, "SOMAXCONN", 1)
     with Door.opened("auto", ["127.0.0.1"]) as door, ExitStack() as ends:
         words, places = Words(_SESSION, None), {0: door.place, 1: door.place}

@@ -1,4 +1,4 @@
-"""What each launcher's variables say, and what is said where they are wrong."""
+"""What each launcher's variables say, and the error when they are wrong."""
 
 import os
 from pathlib import Path
@@ -38,7 +38,7 @@ OPENMPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 PMI = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
-#: What sbatch gives the script itself, one process for the whole job.
+#: What sbatch gives the script itself, which is one process for the whole job.
 BATCH = {
     "SLURM_PROCID": "0",
     "SLURM_NTASKS": "8",
@@ -48,7 +48,7 @@ BATCH = {
     "SLURM_SUBMIT_DIR": "/home/me",
 }
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node9"}
-#: A shell that salloc opens on the first host: a step of one task, which keeps the job's numbers.
+#: A shell that salloc opens on the first host: a step of one task with the job's variables.
 INTERACTIVE = BATCH | STEP | {"SLURM_STEP_NUM_TASKS": "1"}
 DAEMON = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
 
@@ -219,7 +219,7 @@ def test_what_is_no_list_of_hosts_is_refused(hosts: str) -> None:
         (True, 2, {}, 64, "200000 100000"),
         (True, 2, {}, 2, ""),  # an empty file
         (False, 3, {}, 2, "max 100000"),
-        (False, 2, {"LOCAL_WORLD_SIZE": "4"}, 2, "max 100000"),  # a group of some of this host's
+        (False, 2, {"LOCAL_WORLD_SIZE": "4"}, 2, "max 100000"),  # a group of some local ranks
         (False, 2, {}, 64, "150000 100000"),  # a container's share of 64 cores
     ],
 )

@@ -116,7 +116,7 @@ def test_an_error_may_also_be_what_another_library_raised(other: type[Exception]
             assert vars(got) == vars(error)
             assert (got.args, got.failures) == (error.args, error.failures)
             assert str(got).startswith("gather failed on rank 2: builtins.ValueError")
-    # A traceback names it as before.
+    # A traceback shows the same name as before.
     assert (type(made).__module__, type(made).__qualname__) == ("objcomm", "CollectiveError")
 
 
@@ -124,7 +124,7 @@ def test_other_ranks_are_told_the_class_that_a_programs_argument_raised_elsewher
     argument = errors.caught_as(errors.UsageError("too short"), IndexError)
     assert failure_of(argument, 1).type_name == "IndexError"
     assert failure_of(argument, 1).message == "too short"
-    # What a region tells of a call inside stays objcomm's.
+    # What a region reports about a call inside it stays objcomm's error.
     heard = errors.caught_as(errors.CollectiveError("gather", {2: FAILED}), IndexError)
     assert failure_of(heard, 1).type_name == "objcomm.CollectiveError"
 

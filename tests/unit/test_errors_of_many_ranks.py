@@ -1,4 +1,4 @@
-"""An error's text stays short however many ranks it is of, and its facts stay whole."""
+"""An error's text stays short however many ranks it covers, and its facts stay complete."""
 
 import pickle
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from tests.unit.memory_link import header_of
 
 _SIZES = (1, 3, 64, 1000)
 _MOST_LETTERS = 60_000
-_MOST_LINES = 150  # four tracebacks of 30 lines, and what is around them
+_MOST_LINES = 150  # four tracebacks of 30 lines, and the text around them
 
 
 def _at(rank: int, line: int, seconds: float = 1.0, *, is_over: bool = False) -> Position:
@@ -32,7 +32,7 @@ def _timeout(
     return errors.TransportTimeout("barrier", absent, 5.0, listed, absent[:silent])
 
 
-# Errors of so many ranks: all alike, and no two alike.
+# Errors of this many ranks, all alike or all different.
 _MADE: dict[str, Callable[[int], ObjcommError]] = {
     "a limit, at one place": lambda size: _timeout((_at(each, 1) for each in range(size)), [0]),
     "a limit, everywhere": lambda size: _timeout(
@@ -160,7 +160,7 @@ def test_ranks_that_failed_alike_show_their_traceback_once(size: int) -> None:
     ranks = f"ranks 0-{size - 1}"
     assert error.summary == f"gather failed on {ranks}: LookupError: no batches"
     assert str(error) == f"{error.summary}\n\nTraceback of {ranks}:\n{_failed(0).traceback}"
-    # On a rank that failed Python shows the traceback as that of the cause.
+    # On a rank that failed, Python shows the traceback as that of the cause.
     error.own_rank, error.__cause__ = 1, LookupError("no batches")
     assert str(error) == error.summary
 

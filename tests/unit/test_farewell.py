@@ -1,4 +1,4 @@
-"""The end of the program waits for threads that are about to come back from C++."""
+"""The end of the program waits for threads that are about to return from C++."""
 
 import functools
 import threading
@@ -14,7 +14,7 @@ from tests.waits import PATIENCE_S
 
 
 class Looks:
-    """How often one has looked for meshes, of which there are none; the second look ends a wait."""
+    """Counts the looks for meshes, of which there are none; the second look ends a wait."""
 
     def __init__(self, leave: threading.Event) -> None:
         self._leave = leave
@@ -29,7 +29,7 @@ class Looks:
 
 @pytest.fixture
 def leave(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Lets end what the end of the program waits for, when the test is over in any case."""
+    """An event that lets threads end; it is set after the test in any case."""
     monkeypatch.setattr(watchdog, "FAREWELL_SECONDS", PATIENCE_S)
     event = threading.Event()
     yield event
@@ -37,7 +37,7 @@ def leave(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def thread_of(leave: threading.Event, name: str) -> threading.Thread:
-    """A thread that goes on until it may leave."""
+    """Start a thread that runs until it may leave."""
     thread = threading.Thread(target=leave.wait, args=(PATIENCE_S,), name=name)
     thread.start()
     return thread
@@ -45,7 +45,7 @@ def thread_of(leave: threading.Event, name: str) -> threading.Thread:
 
 @pytest.mark.parametrize("name", ["objcomm-listen", "objcomm-connect"])
 def test_a_thread_whose_mesh_is_no_more_is_waited_for(leave: threading.Event, name: str) -> None:
-    """It may be in the mesh's destructor, and nothing else tells of it."""
+    """The thread may be in the mesh's destructor, and nothing else reports it."""
     thread, look = thread_of(leave, name), Looks(leave)
     assert end_waits(look)
     assert look.count > 1
@@ -53,14 +53,14 @@ def test_a_thread_whose_mesh_is_no_more_is_waited_for(leave: threading.Event, na
 
 
 def test_without_such_threads_nothing_waits(leave: threading.Event) -> None:
-    assert end_waits(Looks(leave))  # those of tests before may be about to end
+    assert end_waits(Looks(leave))  # threads of earlier tests may be about to end
     look = Looks(leave)
     assert end_waits(look)
     assert look.count == 1
 
 
 def test_a_line_that_lets_go_of_a_job_is_waited_for(leave: threading.Event) -> None:
-    """What the job held may be the last of a mesh."""
+    """The job may have held the last reference to a mesh."""
     line, look = SerialExecutor("objcomm-line"), Looks(leave)
 
     class Held:
@@ -84,4 +84,4 @@ def test_who_does_not_come_back_in_time_is_told(
 
 
 def _do_nothing(_: object) -> None:
-    """A job that only holds something."""
+    """A job that only holds its argument."""

@@ -1,4 +1,4 @@
-"""Bytes that are right, damaged or hostile: what comes out is an object or an objcomm error."""
+"""Right, damaged and hostile bytes: decoding gives an object or an objcomm error."""
 
 import zlib
 from typing import Any
@@ -36,7 +36,7 @@ _SCALARS = (
 _KEYS = (
     st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.tuples(st.integers())
 )
-# A field may have a title besides its name; plain data has no word for it and refuses.
+# A field may have a title besides its name, which plain data cannot carry and refuses.
 _STRUCTS: st.SearchStrategy[Any] = npst.array_dtypes()
 _STRUCTS = _STRUCTS.filter(lambda dtype: all(len(field) == 2 for field in dtype.fields.values()))
 _DTYPES = (

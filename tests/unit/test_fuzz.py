@@ -1,4 +1,4 @@
-"""What fuzzing found, and a little of it each time: see ``tests.fuzz``."""
+"""Inputs that fuzzing found, and a short fuzzing run: see ``tests.fuzz``."""
 
 import gc
 import random
@@ -24,23 +24,23 @@ _KEPT = sorted(path.relative_to(_CORPUS).as_posix() for path in _CORPUS.glob("*/
 _GROWTH_MAX_NBYTES = 256 << 20
 
 
-@pytest.mark.filterwarnings("ignore")  # torch and numpy warn of odd sizes and dtypes
+@pytest.mark.filterwarnings("ignore")  # torch and numpy warn about odd sizes and dtypes
 @pytest.mark.parametrize("kept", _KEPT)
 def test_kept_bytes_give_a_value_or_an_objcomm_error(kept: str) -> None:
-    gc.disable()  # with all that is imported here a collection takes a second
+    gc.disable()  # with all that is imported here, a collection takes a second
     try:
         began = time.thread_time()
         accepted = attempt(kept.partition("/")[0], (_CORPUS / kept).read_bytes())
         took = time.thread_time() - began
     finally:
         gc.enable()
-    assert took < 1  # of a processor: other programs and threads take nothing of it
+    assert took < 1  # processor seconds of this thread, so other programs and threads do not count
     assert accepted or not Path(kept).name.startswith("right")
 
 
 @solo()
 def test_no_kept_bytes_take_hundreds_of_megabytes() -> None:
-    """In a process that had no more before: the most that one ever had never shrinks."""
+    """In a fresh process, because a peak never shrinks."""
     before = peak_address_space_nbytes()
     for kept in _KEPT:
         attempt(kept.partition("/")[0], (_CORPUS / kept).read_bytes())
@@ -76,13 +76,13 @@ def test_all_that_can_be_made_is_drawn() -> None:
         each.words for one in CONSTRUCTORS.values() for each in (*one.arguments, one.rest) if each
     ]
     assert set(arguments) == set(drawn.ARGUMENTS)
-    assert set(drawn.PARTS) == {*CONSTRUCTORS, *plain._RAISE}  # noqa: SLF001  # the table's rest
+    assert set(drawn.PARTS) == {*CONSTRUCTORS, *plain._RAISE}  # noqa: SLF001  # the rest of the table
     dtypes = {str(each) for each in tensors.DTYPES.values()}
     tools = restricted._TOOLS.keys() - dtypes  # noqa: SLF001  # likewise
     assert {*drawn.TOOLS.values(), *drawn.ADMITTED} >= tools
 
 
-@pytest.mark.filterwarnings("ignore")  # of odd sizes
+@pytest.mark.filterwarnings("ignore")  # about odd sizes
 @pytest.mark.parametrize("name", drawn.PARTS)
 def test_what_is_drawn_is_made_now_and_then(name: str) -> None:
     chance = random.Random(name)

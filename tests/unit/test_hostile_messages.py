@@ -1,4 +1,4 @@
-"""Bytes that are well-formed but for one thing: that one is noticed, and said."""
+"""Bytes that are well-formed except in one respect, which the error names."""
 
 import struct
 import zlib

@@ -1,7 +1,7 @@
-"""Streams of a stranger's that asked for far more than their bytes, or ended the process.
+"""Streams from a stranger that asked for far more than their bytes, or ended the process.
 
-Each is decoded in a process of its own with little memory and little processor time: a defect may
-end it.
+Each is decoded in its own process with little memory and little processor time, because a
+defect may end the process.
 """
 
 import json
@@ -23,7 +23,7 @@ _HANG_SECONDS = 600.0
 
 
 def ext(name: str) -> msgpack.ExtType:
-    """The head of an extended value."""
+    """Return the head of an extended value."""
     return msgpack.ExtType(1, name.encode())
 
 
@@ -32,12 +32,12 @@ PICKLED_RANGE = named("builtins", "range") + number(0) + number(1 << 40) + numbe
 
 
 def fetched(position: int) -> bytes:
-    """Opcodes of what the stream has kept there."""
+    """Return the opcodes that fetch what the stream has stored at this position."""
     return b"j" + struct.pack("<I", position)
 
 
 def doubled(times: int) -> bytes:
-    """Opcodes of a tuple that holds another one twice, which holds another one twice, and so on."""
+    """Return the opcodes of a tuple that holds another twice, which holds another twice, etc."""
     return (
         b")\x94" + b"".join(b"h" + bytes([at]) + b"\x86\x94" for at in range(times))
         if times
@@ -46,7 +46,7 @@ def doubled(times: int) -> bytes:
 
 
 def filled_from_the_top(count: int, *rounds: bytes) -> bytes:
-    """Opcodes of so many lists, each of which is put into the next one while it still is empty."""
+    """Return the opcodes of ``count`` lists, each put into the next while it is still empty."""
     parts = [b"]\x94" * (count + 1)]
     for at in range(count, 0, -1):
         below = b"j" + struct.pack("<I", at - 1)
@@ -55,37 +55,37 @@ def filled_from_the_top(count: int, *rounds: bytes) -> bytes:
 
 
 def same_hash(count: int) -> list[int]:
-    """Integers that all have the hash 1."""
+    """Return integers that all have the hash 1."""
     return [1 + turn * ((1 << 61) - 1) for turn in range(count)]
 
 
 def hexadecimal(value: int) -> list[object]:
-    """An integer of any size, as msgpack carries it."""
+    """Return an integer of any size, as msgpack carries it."""
     return [ext("int"), hex(value)]
 
 
-# Over the one buffer of 64 bytes; its text alone takes gigabytes.
+# Over the only buffer, of 64 bytes; its text alone would take gigabytes.
 EXPANDED = [ext("tensor"), 0, "float8_e5m2", [64], None, [1 << 32, 64], "cpu", False, False]
 
 
 def registered(name: str, state: object) -> list[object]:
-    """An object of one of the classes that the judge registers."""
+    """Return an object of one of the classes that the judge registers."""
     return [ext("object"), name, state]
 
 
 P = (1 << 61) - 1  # integers that differ by it have the same hash
-BEYOND = [7 + P * (16 + each) for each in range(300)]  # what 64 bits hold
+BEYOND = [7 + P * (16 + each) for each in range(300)]  # more than 64 bits
 FIELDS = [[f"{at:x}", "|i1"] for at in range(300)]
 WIDE = next(wide for wide in (range(at, at + (1 << 30)) for at in range(99)) if 0 <= hash(wide) < P)
 
 
 def decimals(value: int, count: int) -> list[object]:
-    """So many numbers of the hash that ``value`` has."""
+    """Return ``count`` numbers with the same hash as ``value``."""
     return [[ext("decimal"), str(value + each * P)] for each in range(count)]
 
 
 def exception(name: str, *arguments: object) -> list[object]:
-    """A builtin exception."""
+    """Return a builtin exception."""
     return [ext("exception"), name, [ext("tuple"), *arguments], [], ""]
 
 
@@ -169,7 +169,7 @@ PLAIN: dict[str, object] = {
     "scalars of many fields": [
         ext("set"),
         *(
-            # Of bytes -1 and -2, whose hashes are the same.
+            # Of bytes with the values -1 and -2, whose hashes are the same.
             [ext("scalar"), FIELDS, bytes(255 - (each >> bit & 1) for bit in range(len(FIELDS)))]
             for each in range(100)
         ),
@@ -215,7 +215,7 @@ PICKLED_ARRAY = (
     + b"tR"
 )
 
-# Where there is no memory of this process's.
+# An address outside of this process's memory.
 ADDRESS = (
     b"}("
     + text("data")
@@ -231,7 +231,7 @@ ADDRESS = (
 
 
 def mapping(keys: list[bytes]) -> bytes:
-    """A mapping of msgpack's own with any keys, which msgpack's packer would not write."""
+    """Return a msgpack mapping with any keys, including those that msgpack would not write."""
     return b"\xdf" + struct.pack(">I", len(keys)) + b"".join(key + b"\xc0" for key in keys)
 
 
@@ -330,7 +330,7 @@ PICKLED: dict[str, bytes] = {
     + EXPANDED_PICKLE
     + b"\x85R.",
     "a class of an enum": named("a module", "Enum") + text("E") + text("c d") + b"\x86R.",
-    # All lists stay on the stack, each is put into a slice, and each takes the slice of the next.
+    # All lists stay on the stack; each is put into a slice, and holds the slice of the next.
     "slices that are filled from the top": named("builtins", "slice")
     + b"\x940"
     + b"]\x94" * 300
@@ -345,7 +345,7 @@ PICKLED: dict[str, bytes] = {
     + b"Nstb.",
 }
 
-# Torch is imported once; each stream has a child of its own.
+# Torch is imported once; each stream gets its own child process.
 _JUDGE = """
 import json, os, resource, sys
 import collections, dataclasses, enum, torch, numpy, objcomm
@@ -393,12 +393,12 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What became of each stream."""
+    """Return what became of each stream."""
     return once(tmp_path_factory, "hostile objects", lambda _: judged())
 
 
 def judged() -> dict[str, str]:
-    """Have each stream decoded."""
+    """Have each stream decoded in a child process."""
     plain = [(f"plain: {name}", "msgpack", each) for name, each in PACKED.items()]
     pickled = [(f"pickle: {name}", "pickle", PROTO + each) for name, each in PICKLED.items()]
     lines = [json.dumps([name, kind, raw.hex()]) for name, kind, raw in [*plain, *pickled]]

@@ -1,4 +1,4 @@
-"""What `python -m objcomm inspect` says of ranks' calls: where they part, and who was missing."""
+"""What `python -m objcomm inspect` says about ranks' calls: where they differ, who was missing."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the inspector says of messages from one rank to another, which no third rank is part of."""
+"""What the inspector says about messages between two ranks, in which no third rank takes part."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.unit.dumps import T0, Raw, alike, dump, entry, group, raw_dump, said
 
 
 def message(sequence: int, operation: str, peer: int, **fields: Any) -> Raw:
-    """One rank's part in a message to or from ``peer``, over the connection of the two."""
+    """One rank's side of a message to or from ``peer``, over the connection of the two."""
     return entry(sequence, operation, root=peer, **{"mesh": 90, **fields})
 
 
@@ -125,7 +125,7 @@ def test_a_rank_that_was_to_remember_no_calls_has_forgotten_its_part() -> None:
 
 
 def test_a_message_bounds_clocks_in_its_direction_only() -> None:
-    """A small one leaves its sender before its receiver calls."""
+    """A small message leaves its sender before its receiver calls."""
     sent = message(0, "send", 1, began=T0, ms=1.0)
     taken = message(0, "recv", 0, began=T0 + 50, ms=1.0)
     dumps = [dump(0, group(sent)), dump(1, group(taken), host="node-b")]

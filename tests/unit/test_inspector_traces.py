@@ -1,4 +1,4 @@
-"""The inspector's clocks, which it brings together, and the traces that it draws."""
+"""How the inspector aligns the ranks' clocks, and the traces that it draws."""
 
 import json
 from collections import defaultdict

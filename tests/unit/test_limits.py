@@ -1,4 +1,4 @@
-"""A hostile size costs nothing: it is refused before memory is made for it."""
+"""A hostile size is refused before any memory is allocated for it."""
 
 import tracemalloc
 import zlib
@@ -27,7 +27,7 @@ LITTLE = 1 << 20
 
 
 def refusing(error: type[Exception], text: str, body: Callable[[], object]) -> None:
-    """``body`` raises, and has made no memory to speak of."""
+    """Check that ``body`` raises, and has allocated almost no memory."""
     tracemalloc.start()
     try:
         with pytest.raises(error, match=text):
@@ -38,7 +38,7 @@ def refusing(error: type[Exception], text: str, body: Callable[[], object]) -> N
 
 
 def said(**fields: Any) -> Message:
-    """A message whose header says this of itself."""
+    """Return a message whose header has these fields."""
     message = compose(header_of(1), b"")
     message.header = message.header._replace(**fields)
     return message
@@ -72,7 +72,7 @@ def test_messages_count_together() -> None:
     first, second = mine.recv_heads([1, 2])
     first.check()
     with pytest.raises(WireError, match=r"1200 bytes with those .* more than the limit of 1000"):
-        second.check()  # it came whole with its head, so nobody waits, and only its reader hears
+        second.check()  # it arrived whole: no rank waits for it, and only its reader fails
 
 
 def test_bytes_without_a_group_have_the_same_limits() -> None:
@@ -104,7 +104,7 @@ def test_a_limit_is_a_whole_number_that_leaves_room(name: str) -> None:
         *[(each, rf"{name}={each}.* must be {least} or more") for each in (-1, least - 1)],
     ):
         with pytest.raises(UsageError, match=told):
-            objcomm.configure(**{name: limit})  # type: ignore[arg-type]  # that is the point
+            objcomm.configure(**{name: limit})  # type: ignore[arg-type]  # the wrong type is the point
 
 
 def unpacked(meta: bytes) -> Any:
@@ -120,7 +120,7 @@ def unpacked(meta: bytes) -> Any:
     return objcomm.from_tensor(torch.frombuffer(raw, dtype=torch.uint8))
 
 
-LONG_LIST = b"\xdd"  # and four bytes of length
+LONG_LIST = b"\xdd"  # followed by four bytes of length
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_bomb_of_msgpack(meta: bytes) -> None:
 
 
 def ext(name: bytes) -> Any:
-    """The head of an extended value on the wire."""
+    """Return the head of an extended value on the wire."""
     return msgpack.ExtType(1, name)
 
 
@@ -247,7 +247,7 @@ def test_a_container_that_is_one_token_counts_as_a_level(innermost: bytes) -> No
 
 @pytest.mark.parametrize("depth", [1, 198, 199, 200])
 def test_a_token_behind_full_containers_counts_where_it_lies(depth: int) -> None:
-    # A number is a list of no depth, and what comes behind it lies where the number does.
+    # A number is a list that adds no level, and what follows it is at the number's level.
     number = msgpack.packb([ext(b"int"), "0x7"])
     stream = b"\x92" * depth + number + b"\x91\x90" + b"\xc0" * (depth - 1)
     if depth <= 198:
@@ -263,7 +263,7 @@ def test_a_token_behind_full_containers_counts_where_it_lies(depth: int) -> None
 def test_many_small_containers_are_looked_at_together(member: bytes) -> None:
     count = 300_000 // len(member)
     stream = b"\xdd" + count.to_bytes(4, "big") + member * count
-    steps = sum(1 for _ in nesting._containers(stream))  # noqa: SLF001  # seconds would be the machine's
+    steps = sum(1 for _ in nesting._containers(stream))  # noqa: SLF001  # seconds would depend on the machine
     assert steps <= 3 + len(stream) / 3  # each is 1 µs
 
 
@@ -281,8 +281,8 @@ def test_any_bytes_are_judged(meta: bytes) -> None:
         return
 
 
-class Disk(Exception):  # a user's
-    """An exception of a user's that ``__init__`` makes differently."""
+class Disk(Exception):  # a user's class
+    """A user's exception whose ``__init__`` takes other arguments."""
 
     def __init__(self, path: Path, used: int) -> None:
         super().__init__(f"{path}: {used}")

@@ -1,4 +1,4 @@
-"""The line of jobs that carries asynchronous calls out, one after another."""
+"""The executor that runs asynchronous calls one after another."""
 
 import functools
 import threading
@@ -28,7 +28,7 @@ def test_all_jobs_share_one_thread_which_ends_when_idle(monkeypatch: pytest.Monk
     monkeypatch.setattr(line_module, "_LINGER_SECONDS", 0.05)
     line, may_end = SerialExecutor("ending line"), threading.Event()
     threads = []
-    line.submit(functools.partial(_wait_for, may_end))  # or it is idle before the next one comes
+    line.submit(functools.partial(_wait_for, may_end))  # or it may be idle before the next job
     for _ in range(3):
         line.submit(lambda: threads.append(threading.current_thread()))
     assert len(living("ending line")) == 1
@@ -83,7 +83,7 @@ def test_a_job_knows_that_it_runs_on_the_line() -> None:
 
 
 class Held:
-    """Something that can be watched."""
+    """An object that can be weakly referenced."""
 
 
 def test_an_idle_line_holds_no_job() -> None:
@@ -113,9 +113,9 @@ def test_a_thread_that_cannot_start_takes_no_job(monkeypatch: pytest.MonkeyPatch
 
 
 def _wait_for(event: threading.Event) -> None:
-    """A job that ends when it may."""
+    """A job that ends when the event is set."""
     event.wait(LIMIT_S)
 
 
 def _take(_held: object) -> None:
-    """A job that was given something."""
+    """A job that was given an object."""

@@ -1,4 +1,4 @@
-"""When two ranks' lines are the same, when other ones are logged, and how a name travels."""
+"""When two ranks' lines are the same, when different ones are logged, and how a name travels."""
 
 import linecache
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ value = (
 
 @pytest.fixture(autouse=True)
 def _program() -> Iterator[None]:
-    """Lines that are in no file, and of which none was logged before."""
+    """Lines that are in no file, none of them logged before."""
     entry = (len(PROGRAM), None, PROGRAM.splitlines(keepends=True), "/job/train.py")
     with (
         mock.patch.object(lines, "_known", set()),
@@ -100,7 +100,7 @@ def test_branches_of_one_if_are_no_pair_to_log_where_one_rank_is_the_root(
     mine, theirs = map(_line_of, pair)
     assert not _logged(mine, theirs, root=1)
     assert not _logged(theirs, mine, root=0)
-    lines._known.clear()  # noqa: SLF001  # they are known by now
+    lines._known.clear()  # noqa: SLF001  # all are known by now
     assert _logged(mine, theirs, root=2)
 
 
@@ -125,7 +125,7 @@ def test_other_ranks_cannot_fill_the_memory() -> None:
     with mock.patch.object(lines, "_PAIRS_MAX", 3):
         told = [_logged("/job/train.py:3", f"{number}.py:1") for number in range(5)]
         assert [len(each) for each in told] == [1, 1, 1, 0, 0]
-        assert len(lines._known) == 3  # noqa: SLF001  # the memory
+        assert len(lines._known) == 3  # noqa: SLF001  # the memory of logged pairs
 
 
 @pytest.mark.parametrize(

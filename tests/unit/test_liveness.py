@@ -1,4 +1,4 @@
-"""What a process knows of the others of its world."""
+"""What a process knows about the others of its world."""
 
 import math
 import signal
@@ -20,14 +20,14 @@ Program = subprocess.Popen[bytes]
 
 @pytest.fixture
 def program() -> Iterator[Program]:
-    """One that runs until it is killed."""
+    """Start a program that runs until it is killed."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as running:
         yield running
         running.kill()
 
 
 def process_of(program: Program) -> Process:
-    """What it would tell of itself."""
+    """Return what the program would publish about itself."""
     return Process.own()._replace(pid=program.pid, born=liveness._born(program.pid))  # noqa: SLF001  # as own()
 
 
@@ -48,10 +48,10 @@ def test_one_look_asks_the_kernel_of_some_and_all_looks_of_each(program: Program
     processes.note(64, here._replace(place="another host"))
     processes.note_end(65, "it left")
     looks = [processes.some_of([*range(64), 64, 65, 66]) for _ in range(500)]
-    assert {len(look) for look in looks} == {17}  # 64 can't be looked at, and 66 is not known
+    assert {len(look) for look in looks} == {17}  # 64 cannot be looked at, and 66 is unknown
     assert all(look == sorted(look) and look[-1] == 65 for look in looks)
     assert {rank for look in looks for rank in look} == {*range(64), 65}
-    # What was noticed once is looked at again: whether that was a while ago is asked of the next.
+    # A process found dead is looked at again, because a later look asks how long ago that was.
     program.kill()
     program.wait()
     assert str(program.pid) in processes.end_of(3)
@@ -76,7 +76,7 @@ def test_a_number_that_is_used_again_is_another_process() -> None:
 
 def test_what_nobody_could_read_makes_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Process.own()
-    assert not own._replace(born=0).has_ended()  # it could not read it itself
+    assert not own._replace(born=0).has_ended()  # the process could not read it itself
     monkeypatch.setattr(liveness, "_stat", lambda _: [])  # no descriptor is left
     assert not own.has_ended()
 
@@ -125,7 +125,7 @@ def test_what_another_program_wrote_is_refused() -> None:
     own = Process.own()
     assert unpack_record(pack_record(own), Process, "a process").place == own.place
     no_numbers = [math.inf, -1, 0, 1 << 31, 1 << 40, 1 << 63, "1", True, None]
-    others = [pack_record(own._replace(pid=pid)) for pid in no_numbers]  # type: ignore[arg-type]  # that is the point
+    others = [pack_record(own._replace(pid=pid)) for pid in no_numbers]  # type: ignore[arg-type]  # the wrong type is the point
     for raw in (b"", b"\xc1", b"\x91\x01", pack_record(own)[:-1], *others):
         with pytest.raises(WireError):
             unpack_record(raw, Process, "a process")

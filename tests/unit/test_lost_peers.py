@@ -1,4 +1,4 @@
-"""Which rank an error names whose connection has ended."""
+"""Which rank an error names when a connection has ended."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ def test_only_the_rank_whose_connection_has_ended_is_named() -> None:
 def test_a_lost_rank_is_none_that_is_late_though_it_is_noticed_after_the_limit(
     *, has_expired: bool
 ) -> None:
-    """A busy machine may hold up the thread that waits; whoever tells first tells all ranks."""
+    """A busy machine may delay the waiting thread; the first rank to report informs all ranks."""
     waiting = sent_to_rank_0({}, 4, _WithoutRank2, seconds=0.0)
     waiting.entry.has_expired = has_expired
     with pytest.raises(TransportError) as caught:
@@ -53,7 +53,7 @@ def test_a_lost_rank_is_none_that_is_late_though_it_is_noticed_after_the_limit(
 def test_a_limit_that_passes_as_a_death_is_noticed_blames_nobody_else(
     cause: Cause, ranks: tuple[int, ...]
 ) -> None:
-    """Without a store a rank adds what its own wait has missed, if a limit is all there is."""
+    """Without a store, a rank adds the ranks that it waited for only if the cause is a limit."""
     link = SimpleNamespace(closed_by=lambda: [2])
     mesh = mesh_like(*(0, 1, 2), others=(1, 2), link=link, blamed_by=lambda _: ())
     verdict = Verdict.of(cause, ranks=(2,), reason="its process has ended", is_store_silent=True)
@@ -62,7 +62,7 @@ def test_a_limit_that_passes_as_a_death_is_noticed_blames_nobody_else(
 
 @pytest.mark.parametrize("cause", [Cause.LEFT, Cause.LOST])
 def test_who_leaves_by_itself_is_told_in_its_own_words(cause: Cause) -> None:
-    """That it lives, or has given up, is guessed of one whose connections were closed silently."""
+    """Guesses such as "it is alive" are only for a rank that closed its connections silently."""
     mesh = mesh_like(0, 1)
     mesh.board_thread.processes.note(0, mesh.board_thread.processes.own)
     reason = "its program ended with ValueError: boo"

@@ -1,4 +1,4 @@
-"""By what name ranks know that they share a host."""
+"""The name by which ranks know that they share a host."""
 
 import ctypes
 import os
@@ -9,13 +9,13 @@ import pytest
 from objcomm._environment import machine
 from tests.ranks import solo
 
-# Linux's numbers of them
+# Linux's numbers for these namespaces
 _NAMESPACES = {"net": 0x40000000, "ipc": 0x08000000}
 
 
 @pytest.fixture
 def of_pytest() -> str:
-    """What pytest's own process calls its host."""
+    """Return the name that pytest's own process has for its host."""
     return machine()
 
 

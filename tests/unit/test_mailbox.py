@@ -1,4 +1,4 @@
-"""Which message goes to whom, without any rank: matching, probes, and ends."""
+"""Which request gets which message, without any rank: matching, probes, and ends."""
 
 import _thread
 from collections.abc import Callable
@@ -110,12 +110,12 @@ def test_what_is_dropped_comes_before_what_is_delivered(monkeypatch: pytest.Monk
 
 
 def test_what_is_dropped_serves_who_waits_though_nothing_else_happens() -> None:
-    """Also where it is dropped by a thread that is in the middle of another step."""
+    """Also if a thread in the middle of another step drops it."""
     box = filled()
     taken, waiting = ask(box, 1), ask(box, 1)
     box.deliver(arrival(1, 0, "a"))
     assert taken.request.arrival is not None
-    with box._lock:  # noqa: SLF001  # as such a step has it
+    with box._lock:  # noqa: SLF001  # as such a step holds it
         box.drop(taken.request.arrival)
         assert waiting.ends == []
     wait_until(lambda: waiting.ends, "the thread that gives it back")
@@ -194,7 +194,7 @@ def test_a_withdrawn_request_takes_nothing() -> None:
 
 
 def test_a_request_that_is_withdrawn_before_it_is_put_takes_nothing_and_ends() -> None:
-    """Its limit may pass while its thread gets no turn."""
+    """Its limit may pass while its thread does not get to run."""
     box, late = filled(arrival(1, 0, "a")), Asked(1)
     box.withdraw(late.request, LOST)
     assert late.ends == []
@@ -227,7 +227,7 @@ def test_who_waits_for_any_rank_ends_with_the_last_one() -> None:
 
 
 def test_an_end_that_was_known_before_a_request_does_not_end_it() -> None:
-    """Two threads tell of it: who finds it first, and a moment later the connection's own."""
+    """Two threads report the end: the first to find it, and a moment later the connection's own."""
     box = filled()
     box.expect(2, FIRST, lambda: None)
     first = ask(box)
@@ -256,7 +256,7 @@ def test_the_end_of_an_earlier_connection_counts_no_more() -> None:
 
 
 class Model:
-    """What a mailbox does, in the fewest words: two lists, searched from the front."""
+    """A mailbox in its simplest form: two lists, searched from the front."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[int, int, int]] = []

@@ -1,4 +1,4 @@
-"""What a mailbox keeps: messages that outlive their connection, as many as there is room for."""
+"""What a mailbox keeps: messages that outlive their connection, up to a limit in bytes."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +39,7 @@ def test_a_whole_message_outlives_its_connection_but_no_block_that_has_failed(
 
 @pytest.mark.parametrize("verdict", [LOST, DESYNC, FAILED])
 def test_what_is_lost_is_given_to_nobody_before_anybody_has_told_so(verdict: Verdict) -> None:
-    """Its connection ends on another thread, which says so a moment later."""
+    """The connection ends on another thread, which reports it a moment later."""
     mesh = SimpleNamespace(verdict=None)
     box = filled(over(mesh, 3, body_nbytes=1 << 20), over(mesh, 3))
     mesh.verdict = verdict

@@ -1,4 +1,4 @@
-"""Means of what single precision cannot hold."""
+"""Means of values that exceed single precision."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What one rank has offered another one, and the answers by which that one takes it; no traffic."""
+"""What one rank has offered another, and the answers that take an offer; no traffic."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,18 +12,18 @@ from objcomm._wire.header import Operation
 
 
 def _mesh(rank: int, secret: bytes | None = None) -> Any:
-    """As much of a mesh as proves who has said something."""
+    """Return the parts of a mesh that prove which rank has said something."""
     mesh = SimpleNamespace(rank=rank, session="a session", _secret=secret)
     mesh.proof = lambda sender, said: Mesh.proof(mesh, sender, said)  # type: ignore[arg-type]  # see above
     return mesh
 
 
 def _offered(*numbers: int, secret: bytes | None = None) -> tuple[Offers, list[tuple[int, bool]]]:
-    """What rank 0 has offered, and of which numbers it has heard what."""
+    """Return the offers that rank 0 has made, and the list of answers it has heard."""
     heard: list[tuple[int, bool]] = []
     offers = Offers(_mesh(0, secret), 1)
     for number in numbers:
-        offers.put(number, lambda is_said, number=number: heard.append((number, is_said)))  # type: ignore[misc]  # its default
+        offers.put(number, lambda is_said, number=number: heard.append((number, is_said)))  # type: ignore[misc]  # bound as a default
     return offers, heard
 
 

@@ -1,4 +1,4 @@
-"""Threads one after another, and threads that are used again."""
+"""Queues that let threads in one after another, and threads that are used again."""
 
 import contextlib
 import gc
@@ -137,7 +137,7 @@ def test_jobs_that_wait_for_each_other_are_done_at_the_same_time() -> None:
 
 def test_idle_threads_are_used_again() -> None:
     pool = ThreadPool()
-    threads: set[threading.Thread] = set()  # whose numbers would be used again
+    threads: set[threading.Thread] = set()  # thread numbers would be reused
     for _ in range(50):
         done = threading.Event()
 
@@ -173,7 +173,7 @@ def test_a_wait_that_is_given_up_raises_and_counts_no_more_when_it_ends() -> Non
         may_end.wait()
 
     with (
-        mock.patch.object(module, "_IDLE_SECONDS", 2 * PATIENCE_S),  # that is not what ends them
+        mock.patch.object(module, "_IDLE_SECONDS", 2 * PATIENCE_S),  # so this does not end them
         mock.patch.object(module, "_LAST_TURN_SECONDS", 0.01),
         ThreadPoolExecutor(1) as pool,
     ):
@@ -193,7 +193,7 @@ def test_a_wait_that_is_given_up_raises_and_counts_no_more_when_it_ends() -> Non
 
 @pytest.mark.parametrize("error", [None, LookupError("of the wait")])
 def test_a_wait_that_ends_though_it_was_given_up_has_ended(error: Exception | None) -> None:
-    """As its thread finds when it gets its turn."""
+    """As its thread finds out when it gets its turn."""
     apart, begun, may_end = Apart(), threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -203,7 +203,7 @@ def test_a_wait_that_ends_though_it_was_given_up_has_ended(error: Exception | No
             raise error
 
     def let_it_end(futures: Any, _: float) -> Any:
-        may_end.set()  # the caller has found that it had not ended
+        may_end.set()  # the caller has found that the wait had not ended
         return futures_wait(futures, PATIENCE_S)
 
     with mock.patch.object(module, "wait", let_it_end), ThreadPoolExecutor(1) as pool:
@@ -211,7 +211,7 @@ def test_a_wait_that_ends_though_it_was_given_up_has_ended(error: Exception | No
         begun.wait()
         apart.abandon()
         assert caller.exception() is error
-        assert pool.submit(apart.do, wait).exception() is error  # and so it is from now on
+        assert pool.submit(apart.do, wait).exception() is error  # and so from now on
 
 
 def test_without_a_thread_to_spare_what_is_given_up_is_not_waited_for() -> None:
@@ -232,7 +232,7 @@ def test_without_a_thread_to_spare_the_caller_waits_itself() -> None:
 
 
 def test_the_error_of_a_wait_is_freed_with_its_last_user() -> None:
-    """No cycle may hold what the wait holds, which is connections, until the collector comes."""
+    """No cycle may keep what the wait holds, its connections, until the collector runs."""
 
     class Held:
         pass
@@ -319,7 +319,7 @@ def test_a_queue_without_a_thread_takes_no_job_and_serves_the_next() -> None:
 
 
 class Held:
-    """Something that can be watched."""
+    """An object that can be weakly referenced."""
 
 
 def test_alarms_ring_in_the_order_of_their_times_on_one_thread() -> None:
@@ -328,7 +328,7 @@ def test_alarms_ring_in_the_order_of_their_times_on_one_thread() -> None:
     def ring(number: int) -> None:
         rung.append((number, threading.get_ident()))
 
-    # All are set at one moment, and before the thread looks, however busy the machine is.
+    # All alarms are set at the same moment, before the thread looks, however busy the machine is.
     still = SimpleNamespace(monotonic=partial(float, time.monotonic()))
     with clock._changed, mock.patch.object(module, "time", still):  # noqa: SLF001  # there is no public way
         for number in (3, 1, 2):
@@ -342,7 +342,7 @@ def test_an_alarm_that_is_cancelled_never_rings_and_holds_nothing() -> None:
     clock, held, rung = AlarmClock("of a test"), Held(), threading.Event()
     gone = weakref.ref(held)
     alarms = [clock.set(1000.0, partial(pytest.fail, str(held))) for _ in range(1000)]
-    with clock._changed:  # noqa: SLF001  # or the one that is due soon may ring before
+    with clock._changed:  # noqa: SLF001  # otherwise the alarm that is due soon might ring first
         alarms.append(clock.set(0.05, partial(pytest.fail, str(held))))
         alarms.append(clock.set(1000.0, partial(str, held)))
         del held
@@ -350,7 +350,7 @@ def test_an_alarm_that_is_cancelled_never_rings_and_holds_nothing() -> None:
             clock.cancel(alarm)
             clock.cancel(alarm)
     assert gone() is None
-    clock.set(0.1, rung.set)  # after the one that must not ring
+    clock.set(0.1, rung.set)  # after the alarm that must not ring
     assert rung.wait(PATIENCE_S)
     assert len(clock._alarms) <= 1  # noqa: SLF001  # there is no public way
 

@@ -1,4 +1,4 @@
-"""Memory of objects that pickle themselves out of band: its own, aligned, and to be written to."""
+"""Buffers that objects pickle out of band arrive aligned, writable and with their own memory."""
 
 import ctypes
 import pickle
@@ -10,7 +10,7 @@ import objcomm
 
 
 class Block:
-    """Hands its memory to the pickler, as classes of arrays do."""
+    """Hands its memory to the pickler, as array classes do."""
 
     def __init__(self, content: Any) -> None:
         self.content = memoryview(content)

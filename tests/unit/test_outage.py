@@ -1,4 +1,4 @@
-"""Which connections the kernel is told to give up, and when."""
+"""Which connections the kernel is set to give up, and when."""
 
 import math
 import os
@@ -17,7 +17,7 @@ Pairs = tuple[Pair, set[int], Pair]
 
 @pytest.fixture
 def pairs() -> Iterator[Pairs]:
-    """A connection, all sockets that there were with it, and another one."""
+    """Yield a connection, all sockets that existed after it, and a later connection."""
     with ExitStack() as ends:
         old = tcp_pair()
         before = set(open_sockets())
@@ -44,7 +44,7 @@ def test_new_connections_get_a_limit_and_no_others(pairs: Pairs) -> None:
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 8
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 8
     assert not any(is_kept(end) or given_up_after(end) for end in old)
-    new[0].sendall(b"open")  # looking at it has not closed it
+    new[0].sendall(b"open")  # looking at the socket has not closed it
     assert new[1].recv(4) == b"open"
 
 

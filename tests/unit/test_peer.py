@@ -1,4 +1,4 @@
-"""The protocol over a stream, without one: any split of the bytes, any order of events, any lie."""
+"""The protocol over a stream, without a stream: any split of the bytes, order of events, or lie."""
 
 import math
 import os
@@ -39,7 +39,7 @@ _NO_LINK = "which objcomm never does"
 
 
 class _Memory:
-    """A share without a file: only its descriptors' number and its seal are looked at."""
+    """A share without a file: only its number of descriptors and its seal are looked at."""
 
     def __init__(self, count: int = 1, *, is_sealed: bool = True) -> None:
         self.descriptors = [*range(count)]
@@ -50,7 +50,7 @@ class _Memory:
 
 
 def send(sender: Peer, message: bytes, tag: int) -> Transfer:
-    """Begin to send, with a system that has no room at once."""
+    """Begin to send, on a system that has no room at first."""
     transfer = Transfer(message)
     head = sender.head_of(len(message), tag)
     if head:
@@ -61,7 +61,7 @@ def send(sender: Peer, message: bytes, tag: int) -> Transfer:
 
 
 def carry(sender: Peer, receiver: Peer, most: float = math.inf) -> int:
-    """Move bytes as a stream does, at most so many; returns how many."""
+    """Move at most ``most`` bytes as a stream does, and return how many were moved."""
     carried = 0
     while carried < most and not receiver.ended and (first := sender.first_out()) is not None:
         view, _, share = first
@@ -76,7 +76,7 @@ def carry(sender: Peer, receiver: Peer, most: float = math.inf) -> int:
 
 
 def feed(receiver: Peer, came: bytes, split: int = 1 << 30) -> None:
-    """Let bytes come in, at most so many at a time."""
+    """Deliver bytes, at most ``split`` at a time."""
     left = memoryview(came)
     while left and not receiver.ended:
         into = receiver.room()
@@ -164,7 +164,7 @@ def test_whatever_is_sent_arrives_whole_and_in_the_order_of_its_tag(
 
 @given(st.lists(st.integers(0, UNASKED_MAX_NBYTES), max_size=12), st.integers(0, 4))
 def test_first_messages_never_wait_for_what_was_taken(lengths: list[int], delay: int) -> None:
-    """The sender gets credit in time, whatever their lengths are."""
+    """The sender gets credit in time, whatever the lengths are."""
     one, other = Peer(1), Peer(0)
     for nbytes in lengths:
         send(one, bytes(nbytes), HEAD)
@@ -178,7 +178,7 @@ def test_first_messages_never_wait_for_what_was_taken(lengths: list[int], delay:
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.booleans()), max_size=30))
 def test_lent_memory_is_mapped_or_copied(loans: list[tuple[int, bool, bool]]) -> None:
-    """Some of it has files, some of those get lost on the way, and all of it arrives."""
+    """Some of it has files, some files get lost on the way, and all of it arrives."""
     one, other = Peer(1), Peer(0)
     lent, borrowed = [], []
     for nbytes, has_files, gets_lost in loans:
@@ -271,7 +271,7 @@ def carry_all_but_content(one: Peer, other: Peer) -> None:
 
 
 def test_a_receiver_says_what_it_has_taken_with_its_answer() -> None:
-    """No frame of its own would wake the sender for that."""
+    """A separate frame would wake the sender."""
     one = Peer(1)
     feed(one, frame(Kind.MESSAGE, HEAD, 1) + b"a")
     assert one.take(HEAD) == b"a"
@@ -351,7 +351,7 @@ def test_so_many_words_may_wait() -> None:
 
 
 def test_what_was_taken_makes_room_for_more() -> None:
-    """Words, and memory that was mapped; their numbers may come again."""
+    """This covers words and mapped memory, whose numbers may be used again."""
     one = Peer(1)
     for _ in range(WAITING_MAX + 1):
         feed(one, frame(Kind.MESSAGE, TAG))
@@ -400,7 +400,7 @@ def test_what_is_accepted_is_taken_and_what_is_not_waits() -> None:
 
 _UNUSED, _WORDS = head_tag(5), payload_tag(0, 2)
 _MOST = bytes(UNASKED_MAX_NBYTES)
-# The keys are what the errors say.
+# The keys are the texts of the errors.
 _LIES: dict[str, list[bytes]] = {
     "a frame of kind 0": [frame(0)],
     "a frame of kind 99": [frame(99)],
@@ -486,7 +486,7 @@ def test_what_no_link_sends_ends_all_and_says_so(reason: str, at: int, split: in
 )
 def test_what_is_no_share_ends_all(said: bytes, came: list[Any], reason: str) -> None:
     one = Peer(1)
-    one.lend(Lent(None, members(9)), TAG)  # number 1, of which there is only a copy
+    one.lend(Lent(None, members(9)), TAG)  # number 1, which is only a copy
     one.post(Loan(8, 1), TAG)
     one.post(Transfer(room(99)), payload_tag(0, 2))
     one.descriptors.extend(came)
@@ -527,7 +527,7 @@ _FRAMES = st.builds(
 def test_nothing_that_arrives_breaks_a_peer_or_fills_its_memory(
     frames: list[bytes],
     split: int,
-    has_files: bool,  # noqa: FBT001  # as hypothesis gives it
+    has_files: bool,  # noqa: FBT001  # hypothesis passes it by position
 ) -> None:
     one = Peer(1)
     into = [(Transfer(room(64)), each) for each in _TAGS for _ in range(2)]
@@ -585,7 +585,7 @@ def test_an_end_ends_all_waits() -> None:
     into = [Transfer(room(99)) for _ in range(3)]
     for at, transfer in enumerate(into):
         one.post(transfer, payload_tag(0, at))
-    for number in range(2):  # both were asked for, and one has begun to come
+    for number in range(2):  # both were requested, and one has begun to arrive
         feed(one, frame(Kind.OFFER, payload_tag(0, number), 99, number))
     one.descriptors.append(cast("Share", _Memory()))
     feed(one, frame(Kind.SHARE, payload_tag(0, 7), 9, 5))
@@ -603,7 +603,7 @@ def test_an_end_ends_all_waits() -> None:
     attendance.close()
     late = Loan(9, 1)
     one.post(late, payload_tag(0, 7))
-    assert late.share is None  # what was lent is given back
+    assert late.share is None  # what was lent is released
     assert one.filling is None
 
 
@@ -620,7 +620,7 @@ def test_an_end_lets_what_had_come_be_taken_and_nothing_else() -> None:
     one.post(into, TAG)
     assert into.is_over
     assert bytes(into.view) == b"b"
-    one.post(late, payload_tag(0, 2))  # only its offer has come
+    one.post(late, payload_tag(0, 2))  # only its offer has arrived
     assert late.reason == "it has ended"
     assert one.take(HEAD) is None
     with pytest.raises(LinkClosed, match="it has ended"):

@@ -1,4 +1,4 @@
-"""What many ranks that wait ask of the store, when a limit passes or a long wait is reported."""
+"""What many waiting ranks ask the store when a limit passes or a long wait is reported."""
 
 import threading
 import time
@@ -31,7 +31,7 @@ _AWAY, _SILENT = 20, 30  # one rank is in no call, and one does not answer
 
 
 class Counted:
-    """A store that counts which keys it is asked for, by their first part."""
+    """A store that counts the keys it is asked for, by their first part."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -46,12 +46,12 @@ class Counted:
 
 
 class Rank:
-    """One rank of a world that has met; it has said where it is, unless it is silent."""
+    """One rank of a world that has met; it has published its position, unless it is silent."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, silent: set[int]) -> None:
         self.board = Board(store, rank, Processes())
-        self.store: Any = Counted(self.board._store)  # noqa: SLF001  # nothing shows what it is asked
-        setattr(self.board, "_store", self.store)  # noqa: B010  # counts instead of a store
+        self.store: Any = Counted(self.board._store)  # noqa: SLF001  # nothing else shows the questions
+        setattr(self.board, "_store", self.store)  # noqa: B010  # a counter in place of the store
         self.mesh = mesh_that_has_met(rank, tuple(range(size)), self._board_thread())
         link: Any = SimpleNamespace(abort=lambda _: None)
         self.mesh.link = link
@@ -74,11 +74,11 @@ class Rank:
         return SimpleNamespace(submit=lambda job: job(self.board), processes=Processes())
 
     def expire(self) -> None:
-        """Its limit passes."""
+        """Let its limit pass."""
         inquiry.expire(self.board, [self.mesh], deque([(self.mesh, self.lane, self.entry)]))
 
     def report(self) -> None:
-        """It has waited for long."""
+        """Report that it has waited for long."""
         waiting = [(self.mesh, self.lane, self.entry)]
         inquiry.report(self.board, [self.mesh], waiting, threading.Event())
 
@@ -88,7 +88,7 @@ Job = Callable[..., list[Rank]]
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Job:
-    """Makes the ranks of a job, and gives those that wait."""
+    """Create the ranks of a job, and return those that wait."""
 
     def make(silent: set[int], size: int = _SIZE) -> list[Rank]:
         store = dist.HashStore()
@@ -112,7 +112,7 @@ def answers_read(ranks: list[Rank]) -> int:
 
 
 def verdict_of(ranks: list[Rank]) -> Verdict:
-    """The one that all have."""
+    """Return the one verdict that all ranks have."""
     found = {rank.mesh.verdict for rank in ranks}
     assert len(found) == 1
     verdict = found.pop()
@@ -123,7 +123,7 @@ def verdict_of(ranks: list[Rank]) -> Verdict:
 def test_of_many_ranks_that_pass_a_limit_together_one_asks_all(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Nobody is silent, so the first need not wait so long; the others would.
+    # No rank is silent, so the first need not wait this long; the others would.
     monkeypatch.setattr(inquiry, "_ANSWERS_WITHIN_SECONDS", PATIENCE_S)
     ranks = job(silent=set())
     take_turn, all_have_come = Board.take_turn, threading.Barrier(len(ranks))
@@ -138,7 +138,7 @@ def test_of_many_ranks_that_pass_a_limit_together_one_asks_all(
     assert verdict_of(ranks).ranks == (_AWAY,)
     assert len(verdict_of(ranks).positions) == _SIZE
     assert answers_read(ranks) == _SIZE - 1
-    # All know the verdict but those that do not wait; the last of all removes what there is.
+    # Every rank that waits knows the verdict; the last rank to learn of it removes the keys.
     store = ranks[0].store
     assert store.check([f"turns/{_NONCE}"])
     ranks[0].board.retract(_NONCE)
@@ -160,7 +160,7 @@ def test_where_those_that_were_to_ask_are_lost_another_one_does(
 
 
 def out_of_step(rank: Rank, theirs: int, number: int = _CALL) -> Verdict:
-    """What ``rank`` proposes after a message of rank ``theirs`` for its call ``number``."""
+    """Return what ``rank`` proposes after a message of rank ``theirs`` for its call ``number``."""
     rank.mesh.lanes["main"] = rank.lane
     mine = rank.entry.header.position
     other = mine._replace(rank=theirs, sequence=number)
@@ -169,14 +169,14 @@ def out_of_step(rank: Rank, theirs: int, number: int = _CALL) -> Verdict:
 
 
 def called(rank: Rank, *calls: Step) -> None:
-    """Let a rank have made these calls, and wait in the last one."""
+    """Publish that a rank has made these calls and waits in the last one."""
     state = lane("world", *calls, awaits=0, nonce=_NONCE)
     rank.where = rank.where._replace(lanes=(state,))
     rank.board.publish(rank.where)
 
 
 def test_a_desync_says_what_all_ranks_called(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The silent one is left out; one that is late has made its last call before."""
+    """The silent rank is left out; the late rank's last call is the one before."""
     monkeypatch.setattr(inquiry, "_ANSWERS_WITHIN_SECONDS", 0.1)
     ranks = job(silent={_SILENT})
     called(ranks[2], step(_CALL, root=7))
@@ -185,12 +185,12 @@ def test_a_desync_says_what_all_ranks_called(job: Job, monkeypatch: pytest.Monke
     places = {each.rank: (each.sequence, each.root, each.is_over) for each in found.positions}
     together = dict.fromkeys({*range(_SIZE)} - {_SILENT}, (_CALL, -1, False))
     assert places == {**together, 2: (_CALL, 7, False), _AWAY: (_CALL - 1, -1, True)}
-    assert len(out_of_step(ranks[1], 2).positions) == 2  # the first one has asked, and posts it
+    assert len(out_of_step(ranks[1], 2).positions) == 2  # the first has asked, and posts it
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_where_numbers_differ_the_call_in_which_ranks_parted_is_named(job: Job, ahead: int) -> None:
-    """A rank that only sends goes on, so what it finds may be of another call."""
+    """A rank that only sends continues, so it may find the mismatch in a later call."""
     ranks = job(silent=set(), size=2)
     called(ranks[ahead], step(_CALL, root=ahead), step(_CALL + 1))
     called(ranks[1 - ahead], step(_CALL, root=1 - ahead))
@@ -241,7 +241,7 @@ def test_who_succeeds_while_it_asks_leaves_its_turn_to_others(
 def test_of_many_ranks_that_wait_the_lowest_alone_asks_all_and_tells(
     job: Job, monkeypatch: pytest.MonkeyPatch, silent: set[int]
 ) -> None:
-    # Who is held up for most of it asks all. Of a silent rank all of it is waited for.
+    # A rank delayed for most of this time asks all ranks. A silent rank costs all of it.
     monkeypatch.setattr(inquiry, "_ANSWERS_WITHIN_SECONDS", 3.0 if silent else PATIENCE_S)
     told: list[tuple[int, Verdict]] = []
     monkeypatch.setattr(
@@ -254,7 +254,7 @@ def test_of_many_ranks_that_wait_the_lowest_alone_asks_all_and_tells(
     assert verdict.ranks == tuple(sorted({_AWAY, *silent}))
     assert verdict.silent == tuple(sorted(silent))
     others = [each for each in ranks if each.mesh.rank != rank]
-    # Nearly all find in their first few questions one that tells; some are unlucky.
+    # Nearly all find the reporting rank in their first few questions; some are unlucky.
     assert answers_read(others) < _SIZE * _SIZE / 4
 
 
@@ -264,6 +264,6 @@ def test_of_many_ranks_that_wait_the_lowest_alone_asks_all_and_tells(
 def test_in_a_large_group_each_rank_asks_less_often(size: int, looks: int, later: int) -> None:
     def asks(waited: float) -> int:
         of: list[Any] = [SimpleNamespace(_looks=look) for look in range(100)]
-        return sum(Watchdog._is_to_ask(each, waited, range(size)) for each in of)  # noqa: SLF001  # else it takes minutes
+        return sum(Watchdog._is_to_ask(each, waited, range(size)) for each in of)  # noqa: SLF001  # otherwise it takes minutes
 
     assert (asks(1.0), asks(60.0)) == (looks, later)
