@@ -99,7 +99,7 @@ def frame(kind: int, tag: int = TAG, nbytes: int = 0, number: int = 0) -> bytes:
 
 
 def doors_of(link: StreamLink) -> Any:
-    """Return the place where a link keeps what it knows about the other ranks."""
+    """Return a link's doors: where it finds the other ranks, and what it knows about them."""
     calling = link._calling  # noqa: SLF001  # no public way
     assert calling is not None
     return calling._doors  # noqa: SLF001  # likewise

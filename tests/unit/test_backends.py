@@ -1,4 +1,4 @@
-"""The backend and device a rank gets on machines with and without accelerators."""
+"""The backend and device a rank gets, on machines with any accelerator and with none."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ def fake_modules(monkeypatch: pytest.MonkeyPatch, **modules: Any) -> None:
             raise RuntimeError("no module for it")
         return found
 
-    monkeypatch.setattr(torch, "get_device_module", module_of)  # torch caches its modules
+    monkeypatch.setattr(torch, "get_device_module", module_of)  # torch caches the real ones
 
 
 def fake_accelerator(monkeypatch: pytest.MonkeyPatch, device_type: str, **module: Any) -> None:

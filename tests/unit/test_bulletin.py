@@ -43,7 +43,7 @@ def test_what_is_to_be_told_when_the_world_ends_is_told_or_let_go(tmp_path: Path
     assert done == [True, "told"]
     held = Held()
     watched = weakref.ref(held)
-    board_thread.submit(lambda _, held=held: done.append(held))  # type: ignore[misc]  # a default
+    board_thread.submit(lambda _, held=held: done.append(held))  # type: ignore[misc]  # bound as a default
     del held
     gc.collect()
     assert watched() is None
@@ -65,7 +65,7 @@ def test_what_comes_during_the_last_word_is_let_go(
     held = Held()
     watched = weakref.ref(held)
     done: list[Any] = []
-    board_thread.submit(lambda _, held=held: done.append(held))  # type: ignore[misc]  # a default
+    board_thread.submit(lambda _, held=held: done.append(held))  # type: ignore[misc]  # bound as a default
     del held
     told: list[type[BaseException]] = []
 
@@ -117,7 +117,7 @@ def test_a_question_after_the_end_of_a_world_keeps_nothing_of_it(tmp_path: Path)
 
 
 class Vanishing:
-    """A store in which another rank removes each key right after it was found."""
+    """A store in which another rank removes each key right after it was looked up."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -146,7 +146,7 @@ class Vanishing:
 def test_what_is_removed_while_it_is_looked_for_holds_nobody(
     key: str, look: Callable[[Board], Any]
 ) -> None:
-    """The thread was stuck for 300 s, and neither sent nor received anything for this process."""
+    """The thread was stuck for 300 s, with everything this process had to report and to learn."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.1))  # for a wait, which then raises
     board = Board(store, 0, Processes())

@@ -128,8 +128,8 @@ def test_who_waits_in_a_meeting_that_another_has_left_is_in_no_circle() -> None:
     assert conflict_of({0: [new], 1: [meeting("b", awaits=0)._replace(nonce="old")]}) is not None
 
 
-# Messages between two ranks: any thread may send, so a wait for one can never end only where the
-# other process has a single thread, which waits too.
+# Messages between two ranks: any thread may send one, so a wait is hopeless only if the other
+# process has a single thread, and that thread waits too.
 
 
 def is_circle(ranks: dict[int, list[LaneWait]], reason: str = NO_MATCH) -> bool:
@@ -150,7 +150,7 @@ def test_two_that_wait_for_each_others_messages(operation: Operation) -> None:
 
 
 def test_a_circle_of_messages_or_meetings_is_none_of_calls_that_both_remember() -> None:
-    """So it counts only when it has looked the same twice, and was reported."""
+    """So it is believed only after two identical looks, and then reported."""
     for ranks in (
         {0: [recv(0, 1)], 1: [recv(1, 0)]},
         {0: [meeting("a", awaits=1)], 1: [meeting("b", awaits=0)]},
@@ -223,14 +223,14 @@ def test_a_message_and_a_collective_in_which_a_third_rank_waits_for_the_receiver
     found = conflict_among(ranks, start)
     assert (found is not None) == is_circle_of_all
     assert found is None or (found.reason, len(found.found)) == (CIRCLE, 3)
-    ranks[2] = [message, lane("world", step(0), call)]  # it arrived; rank 0 may be gone
+    ranks[2] = [message, lane("world", step(0), call)]  # rank 2 has called; rank 0 may be ahead
     assert conflict_among(ranks, start) is None
 
 
 def test_a_ring_of_receives() -> None:
     ranks = {rank: [recv(rank, (rank + 1) % 3)] for rank in range(3)}
     assert is_circle(ranks)
-    ranks[2] = [recv(2, 0, sent=1)]  # sent to rank 0, which is not on this pair's lane
+    ranks[2] = [recv(2, 0, sent=1)]  # sent to rank 0, which waits for another rank
     assert is_circle(ranks)
     ranks[0].append(pair(0, 2, sent=1))  # but this counts: rank 0 has sent what rank 2 waits for
     for rank in range(3):

@@ -64,7 +64,7 @@ def test_a_store_that_answers_nobody_for_long_is_no_silence_of_a_rank(
 def test_who_was_cut_off_may_be_there_again_and_its_answer_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After an outage, the other system may resend what it has sent only two minutes later."""
+    """What its system sent during an outage may be retransmitted up to two minutes afterwards."""
     waiting = _Waiting(monkeypatch, is_out_of_reach=True)
     assert waiting.dead_after(120) is None
     assert waiting.dead_after(9) == 2
@@ -96,7 +96,7 @@ def test_who_is_awaited_and_does_not_answer_is_called(monkeypatch: pytest.Monkey
     assert waiting.dead_after(1) is None
     assert waiting.called == []
     assert waiting.dead_after(2) is None
-    assert waiting.called == [1, 2] * 2  # each look calls some of the others, here both
+    assert waiting.called == [1, 2] * 2  # each look calls some of the other ranks, here both
     waiting.answered = 1_000_000
     assert waiting.dead_after(5) is None
     assert waiting.called == [1, 2] * 2

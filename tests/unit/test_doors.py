@@ -149,7 +149,7 @@ def test_another_users_process_is_sent_away_before_it_says_anything(
             patch.setattr(doors, "_uid_of", lambda _: os.geteuid() + 1)
             assert not list(ours.accept(ours.listeners[0]))
             end.settimeout(60.0)
-            with pytest.raises(ConnectionResetError):  # its word was never read
+            with pytest.raises(ConnectionResetError):  # its handshake was never read
                 end.recv(1)
         assert refused == [f"a process of user {os.geteuid() + 1}"]
 

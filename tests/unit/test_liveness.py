@@ -28,7 +28,7 @@ def program() -> Iterator[Program]:
 
 def process_of(program: Program) -> Process:
     """Return what the program would publish about itself."""
-    return Process.own()._replace(pid=program.pid, born=liveness._born(program.pid))  # noqa: SLF001  # as own()
+    return Process.own()._replace(pid=program.pid, born=liveness._born(program.pid))  # noqa: SLF001  # as own() does
 
 
 def test_the_kernel_tells_of_a_process_that_ends(program: Program) -> None:

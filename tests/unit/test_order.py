@@ -301,7 +301,7 @@ def test_a_queue_does_its_jobs_in_order_on_a_thread_that_is_lent() -> None:
     for turn in range(3):
         for number in range(100):
             line.submit(partial(job, 100 * turn + number))
-        wait_until(lambda turn=turn: len(done) == 100 * turn + 100, "all jobs")  # type: ignore[misc]  # a default
+        wait_until(lambda turn=turn: len(done) == 100 * turn + 100, "all jobs")  # type: ignore[misc]  # bound as a default
         wait_until(lambda: not pool.under_way, "the thread to be given back")
     assert done == list(range(300))
     assert len(threads) <= 3

@@ -28,16 +28,16 @@ def as_made(rank: int, numel: int) -> torch.Tensor:
     return torch.arange(numel, dtype=torch.int32) % 1000 * (rank + 1) + rank
 
 
-operand = functools.cache(as_made)  # what a rank gives; nobody may change it
+operand = functools.cache(as_made)  # what a rank gives; cached, so it must not be changed
 
 
 def in_order(operands: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-    """Another result for another order, or another owner."""
+    """Combine so that the result depends on the order of the operands and on their owners."""
     into.copy_(functools.reduce(lambda left, right: 31 * left + right, operands))
 
 
 def combined(present: Sequence[int], numel: int) -> torch.Tensor:
-    """What all ranks should have."""
+    """Return what all ranks should have."""
     into = torch.empty(numel, dtype=torch.int32)
     in_order([operand(rank, numel) for rank in present], into)
     return into
@@ -90,7 +90,7 @@ def test_every_part_is_combined_whoever_has_it(
 
 
 def reduced(numel: int, exchange: Exchange) -> Part:
-    """What one rank of several has of a tensor that all combine."""
+    """Return one rank's part of a tensor that all ranks combine."""
     mine = part(exchange.rank, numel, tuple(range(exchange.size)), is_taker=True)
     tensor_reduction.reduce_tensors(exchange, [mine], None)
     return mine
@@ -121,13 +121,13 @@ def test_ranks_of_one_host_send_each_other_words_only() -> None:
 
     costs = on_every_rank(size, on_rank)
     assert all(count == 1 for link in links for count, _ in link.sent)
-    assert sum(sent for sent, _ in costs) > 4_000_000 * (size - 1)  # it counts what others read
+    assert sum(sent for sent, _ in costs) > 4_000_000 * (size - 1)  # counts bytes that others read
     assert links[0].wires.left_over() == 0
 
 
 @pytest.mark.parametrize("step", ["fixed", "common"])
 def test_where_one_rank_has_no_memory_to_share_all_send(step: str) -> None:
-    """Or has no room to see the others'."""
+    """Or if it has no room to map the others' memory."""
     links = linked(3, sharing=(0,))
     original = getattr(Share, step)
 
@@ -145,7 +145,7 @@ def test_where_one_rank_has_no_memory_to_share_all_send(step: str) -> None:
 
 
 def test_nobody_goes_on_before_all_have_their_results() -> None:
-    """The next call writes where they are read."""
+    """The next call overwrites the memory that they are read from."""
     links = linked(2, sharing=(0,))
     has_gone_on = threading.Event()
     unpack = Piece.unpack

@@ -1,4 +1,4 @@
-"""What a user adds: codecs of their own, and classes for the codec of plain data."""
+"""What a user adds: codecs, and classes for the codec of plain data."""
 
 import enum
 import json
@@ -19,7 +19,7 @@ from tests.ranks import solo
 
 
 class Json:
-    """A codec of a user's own."""
+    """A user's codec."""
 
     name = "json"
 
@@ -136,7 +136,7 @@ objcomm.register(Access)
 
 @pytest.mark.parametrize("codec", ["msgpack", "pickle"])
 def test_flags_that_arrive_are_not_kept_for_ever(codec: str) -> None:
-    """Python's own look-up keeps each value of which it has made a member."""
+    """Python's own lookup keeps every value for which it has created a member."""
     raw = [objcomm.to_tensor(Access(value), codec=codec) for value in (3, 1 << 40, 1, -2)]
     known = Access._value2member_map_
     for value in known.keys() - {1, 2}:

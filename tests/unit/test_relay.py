@@ -13,7 +13,7 @@ from objcomm._algorithms.parts import copy
 from objcomm._transport.workspace import TURNS, Workspace, part_nbytes
 from tests.unit.memory_link import MemoryLink, Wires, exchange_on, new_lane, on_every_rank
 
-# Three turns and some more, in tensors that begin and end in the middle of one.
+# A little more than three turns, in tensors that begin and end in the middle of one.
 SIZE = 3
 TURN_NBYTES = part_nbytes(SIZE) // TURNS
 NUMELS = [0, 1, TURN_NBYTES - 70, 3, 2 * TURN_NBYTES + 1, 0, 12_345]
@@ -21,7 +21,7 @@ NUMELS = [0, 1, TURN_NBYTES - 70, 3, 2 * TURN_NBYTES + 1, 0, 12_345]
 
 @functools.cache
 def given(rank: int, call: int) -> list[torch.Tensor]:
-    """What a rank has before a call, and keeps if it is the root."""
+    """Return what a rank has before a call, and keeps if it is the root."""
     generator = torch.Generator().manual_seed(10 * call + rank)
     return [
         torch.randint(0, 256, (numel,), dtype=torch.uint8, generator=generator) for numel in NUMELS

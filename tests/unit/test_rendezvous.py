@@ -1,4 +1,4 @@
-"""The meeting, on threads and a store of this process."""
+"""The meeting of ranks, on threads and a store of this process."""
 
 import contextlib
 import threading
@@ -20,12 +20,12 @@ from tests.waits import PATIENCE_S, wait_until
 
 _LIMIT_S = PATIENCE_S
 
-# Each thread's own host; a rank says on which it is when it says hello.
+# The host of each thread; a rank announces its host in its hello.
 _here = threading.local()
 
 
 def hellos(store: dist.Store) -> list[list[str]]:
-    """What guests have said and no host has removed, in order, as words."""
+    """Return the hellos of guests that no host has removed, in order and split into words."""
     said = read(store, "hellos") or b""
     return [entry.split() for entry in said.decode().splitlines()]
 
@@ -33,7 +33,7 @@ def hellos(store: dist.Store) -> list[list[str]]:
 def met(store: dist.Store, hosts: list[str], attempts: list[MeetingState]) -> list[tuple[int, ...]]:
     def attend(rank: int) -> tuple[int, ...]:
         _here.name = hosts[rank]
-        if rank:  # the last one says hello first
+        if rank:  # the last rank says hello first
             ours = dist.PrefixStore("objcomm", store)
             later = set(range(rank + 1, len(hosts)))
             wait_until(lambda: later <= {int(each[0]) for each in hellos(ours)}, "the later ranks")
@@ -44,14 +44,14 @@ def met(store: dist.Store, hosts: list[str], attempts: list[MeetingState]) -> li
 
 
 def attend(store: dist.Store, rank: int, attempts: list[MeetingState]) -> tuple[int, ...]:
-    """One rank's meeting, on a host of its own."""
+    """Meet as one rank, on its own host."""
     _here.name = "abcd"[rank]
     return meet(store, rank, len(attempts), attempts[rank]).hosts
 
 
 @contextlib.contextmanager
 def attempts(size: int) -> Iterator[list[MeetingState]]:
-    """One for each rank; they are given up when that takes too long."""
+    """Yield one meeting state per rank; all are given up after a time limit."""
     found = [MeetingState(rank, tuple(range(size))) for rank in range(size)]
 
     def give_up() -> None:
@@ -89,10 +89,10 @@ def _file_store(folder: Path) -> dist.Store:
 def test_a_look_costs_as_many_questions_for_two_ranks_as_for_thirty(
     made: Callable[[Path], dist.Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, Counter[int]] = defaultdict(Counter)  # by kind: by thread
+    asked: dict[str, Counter[int]] = defaultdict(Counter)  # by kind, then by thread
 
     class Counting(dist.PrefixStore):
-        """Of a client of its own, as each rank has one."""
+        """A store with its own client, as each rank has."""
 
         def __init__(self, prefix: str, store: dist.Store) -> None:
             super().__init__(prefix, store.clone())  # type: ignore[attr-defined]  # not in torch's stub
@@ -108,7 +108,7 @@ def test_a_look_costs_as_many_questions_for_two_ranks_as_for_thirty(
     kinds |= {"delete_key": "write", "check": "read", "get": "read", "multi_get": "read"}
     for name, kind in kinds.items():
         setattr(Counting, name, counted(kind, getattr(dist.PrefixStore, name)))
-    monkeypatch.setattr(rendezvous, "_sleep", counted("look", rendezvous._sleep))  # noqa: SLF001  # a look ends so
+    monkeypatch.setattr(rendezvous, "_sleep", counted("look", rendezvous._sleep))  # noqa: SLF001  # each look ends with a sleep
     store = made(tmp_path)
     monkeypatch.setattr(dist, "PrefixStore", Counting)
     size = 30
@@ -121,17 +121,17 @@ def test_a_look_costs_as_many_questions_for_two_ranks_as_for_thirty(
 
         threads = list(ranks.map(attend, range(size)))
     assert len(set(threads)) == size
-    # Adding to a file is reading and comparing until nobody came between.
+    # To append to a file, a rank reads and compares until no other rank came in between.
     adds = size if isinstance(store, dist.FileStore) else 0
     for thread in threads:
         looks = asked["look"][thread] + 2
         assert asked["read"][thread] <= 3 * looks + 2 * adds
-        # The host answers once a look at most; then it removes two keys, and sets one.
+        # The host answers at most once a look; then it removes two keys and sets one.
         assert asked["write"][thread] <= (looks + 2 if thread == threads[0] else 3)
 
 
 def test_a_guest_whose_hello_was_removed_says_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the host of an earlier meeting, just when it had been said."""
+    """The host of an earlier meeting removes it just after it was said."""
     monkeypatch.setattr(rendezvous, "_SAID_FOR_SECONDS", 0.01)
     store = dist.HashStore()
     ours = dist.PrefixStore("objcomm", store)
@@ -146,13 +146,13 @@ def test_a_guest_whose_hello_was_removed_says_it_again(monkeypatch: pytest.Monke
 def test_what_several_add_to_a_file_at_once_is_all_there_though_it_is_removed_meanwhile(
     tmp_path: Path,
 ) -> None:
-    """Torch's own way would go on for ever where the key is removed."""
+    """Torch's own append would loop forever if the key is removed."""
     store = _file_store(tmp_path)
     find = store.compare_set
     removed: list[str] = []
 
     class Removed:
-        """Removes the key once, between what an adder has read and what it writes."""
+        """Removes the key once, between an appender's read and its write."""
 
         def has_extended_api(self) -> bool:
             return False
@@ -164,13 +164,13 @@ def test_what_several_add_to_a_file_at_once_is_all_there_though_it_is_removed_me
             return find(key, expected, desired)
 
     for entry in ("first\n", "second\n", "third\n"):
-        rendezvous._append(Removed(), "key", entry)  # type: ignore[arg-type]  # noqa: SLF001  # as a store has it
+        rendezvous._append(Removed(), "key", entry)  # type: ignore[arg-type]  # noqa: SLF001  # it has a store's methods
     assert removed == ["first\n"]
     assert store.get("key") == b"second\nthird\n"
 
 
 def test_a_hello_of_an_attempt_before_that_comes_late_does_not_hide_the_new_one() -> None:
-    """Its writer had given up while the store was out of reach."""
+    """The rank that wrote it had given up while the store was out of reach."""
     store = dist.HashStore()
 
     class Late(threading.Thread):
@@ -214,12 +214,12 @@ def test_a_guest_that_leaves_with_a_word_takes_the_others_along() -> None:
 
 
 def test_where_the_host_has_come_a_guest_that_leaves_takes_nobody_along() -> None:
-    """The others are in a meeting with a name, on which it can post why it has left."""
+    """The others are in a named meeting, where it can post why it left."""
     store = dist.HashStore()
     ours = dist.PrefixStore("objcomm", store)
 
     class Leaving(MeetingState):
-        """It is told to leave when it has been answered."""
+        """It is asked to leave once it has been answered."""
 
         def await_rank(self, peer: int) -> None:
             if hellos(ours) and ours.check([f"welcome/{number_of(1)}"]):
@@ -244,13 +244,13 @@ def test_where_the_host_has_come_a_guest_that_leaves_takes_nobody_along() -> Non
 
 
 def test_a_guests_word_does_not_reach_its_own_next_meeting() -> None:
-    """A pair's first use may begin again before the thread of the last one has looked."""
+    """A pair's first use may begin again before the thread of the previous attempt has looked."""
     store = dist.HashStore()
     ours = dist.PrefixStore("objcomm", store)
     again = uuid.uuid4().hex
 
     class Leaving(MeetingState):
-        """It is told to leave when it has come once more."""
+        """It is asked to leave once it has said hello again."""
 
         def await_rank(self, peer: int) -> None:
             ours.append("hellos", f"1 {again} a -\n")  # type: ignore[attr-defined]  # not in torch's stub
@@ -275,7 +275,7 @@ def test_a_late_hello_of_an_attempt_before_does_not_take_the_place_of_who_joins(
     ours = dist.PrefixStore("objcomm", store)
 
     class HeldUp(MeetingState):
-        """Between the answer and the joining the late hello is answered, too."""
+        """The late hello is answered as well, between the answer and the joining."""
 
         def look_around(self) -> None:
             late = uuid.uuid4().hex
@@ -293,7 +293,7 @@ def test_a_late_hello_of_an_attempt_before_does_not_take_the_place_of_who_joins(
 def test_an_answer_of_an_earlier_meeting_gives_no_guest_that_meetings_session(
     *, is_forged: bool
 ) -> None:
-    """Whoever reaches the store can answer as rank 0 did in a run that was recorded."""
+    """Anything that reaches the store can answer as rank 0 did in a recorded run."""
     store = dist.HashStore()
     ours = dist.PrefixStore("objcomm", store)
     with attempts(2) as old:
@@ -322,7 +322,7 @@ def test_an_answer_of_an_earlier_meeting_gives_no_guest_that_meetings_session(
 
 
 def refused(size: int, rank: int, say: Callable[[dist.Store, MeetingState], None]) -> None:
-    """A rank that meets others refuses what another program writes into the store."""
+    """Check that a rank in a meeting refuses what another program writes into the store."""
     store, progress = dist.HashStore(), MeetingState(rank, tuple(range(size)))
     ours = dist.PrefixStore("objcomm", store)
     _here.name = "a"

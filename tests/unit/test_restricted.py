@@ -1,4 +1,4 @@
-"""``allow=``: what a pickle may name, and the ways around it that there are not."""
+"""``allow=``: what a pickle may name, and that there is no way around it."""
 
 import collections
 import copyreg
@@ -36,26 +36,26 @@ class Order:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slotted:
-    """One whose state is not in ``__dict__``."""
+    """A class whose state is not in ``__dict__``."""
 
     item: str
 
 
 class Pair(NamedTuple):
-    """One that is a tuple."""
+    """A class whose instances are tuples."""
 
     left: int
     right: int
 
 
 class Colour(enum.Enum):
-    """One whose instances are the process's own."""
+    """A class whose instances belong to the process."""
 
     RED = 1
 
 
 class Setting(enum.Enum):
-    """One of values of several kinds."""
+    """An enum with values of several types."""
 
     NUMBERS = (1, (2.5, None), frozenset({"a"}))
     DTYPE = torch.float32
@@ -65,7 +65,7 @@ class Setting(enum.Enum):
 
 
 class Touches:
-    """Unpickling it makes a file."""
+    """Unpickling it creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -269,7 +269,7 @@ def test_a_stream_changes_nothing_of_this_process(stream: bytes) -> None:
 @pytest.fixture
 def extension() -> Iterator[int]:
     copyreg.add_extension("os", "system", 240)
-    pickle.loads(PROTO + b"\x82\xf0.")  # noqa: S301  # fills the cache that no list guards
+    pickle.loads(PROTO + b"\x82\xf0.")  # noqa: S301  # fills the cache, which no list guards
     yield 240
     copyreg.remove_extension("os", "system", 240)
 
@@ -316,7 +316,7 @@ def test_opcodes_that_the_pickler_never_writes_are_no_opcodes(stream: bytes) -> 
 def test_an_announced_size_is_not_believed(stream: bytes) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(Exception):  # noqa: B017, PT011  # whichever; the codec makes it one
+        with pytest.raises(Exception):  # noqa: B017, PT011  # any of them; the codec converts it
             loads(PROTO + stream)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
@@ -361,7 +361,7 @@ def test_what_makes_objects_of_any_bytes_cannot_be_listed() -> None:
             objcomm.from_tensor(objcomm.to_tensor(1), allow=[kind])
 
 
-class Evaluation(Exception):  # a user's
+class Evaluation(Exception):  # a user's class
     def __init__(self, step: int, *, metric: str) -> None:
         super().__init__(metric)
         self.step = step

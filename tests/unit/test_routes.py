@@ -40,7 +40,7 @@ from tests.unit.routed import (
 )
 
 SHAPES = ["inline", "body", "buffers", "both"]
-# Each shape where ranks send one by one and where they bundle, each size with little and with much.
+# Each shape with separate and with bundled sends; each size with short and with long messages.
 WORLDS = [
     *[(3, shape) for shape in SHAPES],
     *[(9, shape) for shape in SHAPES],
@@ -69,7 +69,7 @@ def test_the_link_between_threads_keeps_the_contract_of_links() -> None:
 
 
 PATTERNS = ["broadcast", "gather", "all_gather", "scatter", "all_to_all"]
-# What goes by a tree is tried with many ranks, what each sends to each with few.
+# Patterns that use a tree run with many ranks, those that send from each to each with few.
 CASES = [
     *[(pattern, size, shape) for pattern in PATTERNS[:4] for size, shape in WORLDS],
     *[(PATTERNS[4], size, shape) for size, shape in WORLDS if size <= 16],
@@ -97,14 +97,14 @@ def test_an_all_gather_carries_each_message_to_each_host_once(
     for host in set(hosts):
         beside = [rank for rank in range(size) if hosts[rank] == host]
         left = sum(links[rank].crossed_nbytes for rank in beside)
-        # All but what the next host has itself passes through this host's card, once.
+        # All messages except the next host's own pass this host's network card, once.
         following = (host + 1) % len(set(hosts))
         wanted = nbytes * (size - hosts.count(following))
         assert wanted <= left < wanted * 1.05 + 10_000
 
 
 class Counting:
-    """A meter that remembers."""
+    """A meter that remembers its calls."""
 
     def __init__(self) -> None:
         self.expected = 0
@@ -142,7 +142,7 @@ def test_what_is_paced_arrives_whole_and_is_counted_once(
         ]
         assert sum(meter.pieces) == meter.expected
         if operation == "all_gather":
-            assert meter.expected >= sum(rest)  # with nine ranks the bundle of heads is counted
+            assert meter.expected >= sum(rest)  # with nine ranks, the bundle of heads counts too
         else:
             others = sum(rest) - rest[1] if operation == "gather" else rest[1]
             assert meter.expected == (
@@ -207,7 +207,7 @@ def test_who_only_passes_messages_on_does_not_judge_them() -> None:
 
 @pytest.mark.parametrize("route", ["gather", "scatter"])
 def test_who_only_passes_a_head_on_has_no_memory_for_the_rest(route: str) -> None:
-    size, rooms = 13, list[int]()  # some have ranks below them
+    size, rooms = 13, list[int]()  # some ranks have others below them
 
     def room(nbytes: int) -> bytearray:
         rooms.append(nbytes)
@@ -215,7 +215,7 @@ def test_who_only_passes_a_head_on_has_no_memory_for_the_rest(route: str) -> Non
 
     with mock.patch("objcomm._wire.admission.room", room):
         check_pattern(route, size, 0, "body")
-    # What each other rank's content needs, once.
+    # One buffer for the content of each other rank.
     assert rooms.count(len(message_of(0, "body").body)) == size - 1
 
 
@@ -242,7 +242,7 @@ def test_every_first_message_fits_into_the_posted_receive() -> None:
 @pytest.mark.parametrize("is_staged", [False, True])
 @pytest.mark.parametrize("route", PATTERNS)
 def test_members_on_the_device_go_over_the_device_link(route: str, *, is_staged: bool) -> None:
-    # The "device" is the CPU: what is under test is who moves what, in which order.
+    # The "device" is the CPU: the test covers which rank moves what, in which order.
     kind = BufferKind.TENSOR if is_staged else BufferKind.DEVICE
     flags = Flag.STAGED if is_staged else 0
     host_wires, device_wires = Wires(3), Wires(3)

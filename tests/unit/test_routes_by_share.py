@@ -1,4 +1,4 @@
-"""What ranks of a host hand over to each other, in groups of one host and of several."""
+"""What the ranks of a host hand over to each other, in groups on one host and on several."""
 
 from typing import Any
 from unittest import mock
@@ -10,7 +10,7 @@ from objcomm._transport.share import Share
 from tests.unit.memory_link import MemoryLink
 from tests.unit.routed import LARGE_NBYTES, check_pattern
 
-#: The host of each rank, and the hosts whose ranks share.
+#: The host of each rank, and the hosts whose ranks share memory.
 SPREADS: dict[str, tuple[list[int], set[int]]] = {
     "one host": ([0] * 4, {0}),
     "two hosts": ([0, 0, 1, 1, 1], {0, 1}),

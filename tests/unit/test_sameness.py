@@ -16,16 +16,16 @@ from tests import samples
 
 
 class Plain:
-    """Has no ``==`` of its own."""
+    """Does not define ``==``."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 class Odd:
-    """Its ``==`` gives no bool, as a data frame's does."""
+    """Its ``==`` returns no bool, like a data frame's."""
 
-    __hash__ = None  # type: ignore[assignment]  # what has an == of its own has none
+    __hash__ = None  # type: ignore[assignment]  # a class that defines == has none
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -35,14 +35,14 @@ class Odd:
 
 
 class Unspeakable:
-    """Its text can't be had."""
+    """Its ``repr`` raises."""
 
     def __repr__(self) -> str:
         raise LookupError("no words")
 
 
 class Exits:
-    """Its text ends the process."""
+    """Its ``repr`` ends the process."""
 
     def __repr__(self) -> str:
         raise SystemExit(3)
@@ -63,7 +63,7 @@ def local_class() -> Any:
     return Local
 
 
-#: Samples that hold functions or classes that travel by value, which come as others.
+#: Samples with functions or classes that travel by value, and so arrive as different objects.
 BY_VALUE = {"lambda", "lambda beside importable members", "function with closure and default"}
 
 
@@ -98,7 +98,7 @@ SAME: list[tuple[Any, Any]] = [
 
 
 def _named(case: tuple[Any, ...]) -> str:
-    """A test's name: without addresses, so that it is the same in each process of pytest-xdist."""
+    """Return the test's name, without addresses so that all processes of pytest-xdist agree."""
     return re.sub(r" at 0x[0-9a-f]+", "", f"{text(case[0])}-{text(case[1])}")[:60]
 
 
@@ -155,6 +155,6 @@ def test_a_value_that_holds_itself_is_compared() -> None:
 def test_a_text_is_short_and_never_raises() -> None:
     assert text(Unspeakable()).startswith("<Unspeakable instance")
     assert text(Exits()) == "a Exits (SystemExit: 3)"
-    assert text(10**5000).startswith("a int (ValueError")  # Python writes no more than 4300 digits
+    assert text(10**5000).startswith("a int (ValueError")  # Python writes at most 4300 digits
     assert len(text("x" * 10_000)) < 300
     assert len(text(list(range(10_000)))) < 300

@@ -1,4 +1,4 @@
-"""Memory that is handed over, within one process: sealed, private to who maps it, and let go."""
+"""Memory handed over within one process: sealed, private to each mapping, and released."""
 
 import copy
 import fcntl
@@ -30,13 +30,13 @@ def counting(nbytes: int, first: int = 1) -> torch.Tensor:
 
 
 def mapped(share: Share, nbytes: int, place: Place = (0, 0)) -> torch.Tensor:
-    """A tensor over a member, as a decoder gets it."""
+    """Return a tensor over a member, as a decoder gets it."""
     tensor: torch.Tensor = over(BufferKind.TENSOR, share.mapped(place, nbytes)).owner
     return tensor
 
 
 def mappings() -> int:
-    """How often this process has mapped such a file."""
+    """Return how many mappings of such a file this process has."""
     return len(re.findall("memfd:objcomm", Path("/proc/self/maps").read_text()))
 
 
@@ -57,7 +57,7 @@ def test_each_member_comes_back_as_it_was(lengths: list[int], are_files_small: b
 
 @given(st.lists(st.integers(1, 1 << 34), min_size=1, max_size=200))
 def test_a_member_keeps_little_of_what_came_with_it(lengths: list[int]) -> None:
-    """And each has pages of its own, in no more files than may come."""
+    """Each has its own pages, in no more files than the receiver accepts."""
     where = places(lengths)
     assert max(file for file, _ in where) < FILES_MAX
     most = max(64 << 20, sum(lengths) // 32)
@@ -98,7 +98,7 @@ def test_what_its_maker_could_change_is_not_sealed(seals: int | None) -> None:
 
 
 def test_of_what_came_only_what_was_sealed_counts() -> None:
-    """Its maker could make it shorter before."""
+    """Its creator could still shrink it before."""
     descriptor = os.memfd_create("objcomm", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, 100_000)
     share = Share([descriptor])
@@ -147,7 +147,7 @@ def test_it_goes_with_its_last_user() -> None:
     before, descriptors = mappings(), open_files()
     share = Share.of([counting(100_000), counting(100_000)])
     members = [mapped(share, 100_000, place) for place in places([100_000] * 2)]
-    assert open_files() == descriptors + 1  # not one for each mapping
+    assert open_files() == descriptors + 1  # not one per mapping
     share.close()
     del share
     assert open_files() == descriptors
@@ -206,7 +206,7 @@ def test_a_tensor_in_it_is_like_any_other(use: Callable[[torch.Tensor], torch.Te
 
 
 def test_a_tensor_in_it_may_not_outgrow_it() -> None:
-    """As one in torch's own shared memory."""
+    """Like a tensor in torch's own shared memory."""
     share = Share.of([counting(5000)])
     with pytest.raises(RuntimeError, match="not resizable"):
         mapped(share, 5000).resize_(100_000)
@@ -255,7 +255,7 @@ def test_a_process_without_room_says_so_and_loses_nothing() -> None:
 @given(_LENGTHS, st.booleans())
 def test_members_that_come_later_come_back_as_they_were(
     lengths: list[int],
-    are_files_small: bool,  # noqa: FBT001  # drawn
+    are_files_small: bool,  # noqa: FBT001  # hypothesis passes it by position
 ) -> None:
     with patch.object(share_module, "_FILE_MIN_NBYTES", 5000 if are_files_small else 64 << 20):
         share = Share.with_room(lengths)
@@ -274,7 +274,7 @@ def test_what_is_being_written_is_no_mapping_of_a_forked_process() -> None:
     share.flats[0].fill_(7)
     reading, writing = os.pipe()
     child = os.fork()
-    if child == 0:  # as a loader's worker, which lives for long
+    if child == 0:  # like a data loader's worker, which lives long
         os.close(writing)
         os.read(reading, 1)
         os._exit(0)

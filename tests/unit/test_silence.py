@@ -1,4 +1,4 @@
-"""When another host counts as silent, by what the kernel tells of a connection to it."""
+"""When another host counts as silent, from what the kernel reports about a connection to it."""
 
 import socket
 import time
@@ -14,14 +14,14 @@ from tests.unit.stream_links import tcp_pair
 
 
 class _Kernel:
-    """What it says of a connection, at times of its own; the watchdog looks each second.
+    """The kernel's report on a connection, at simulated times; the watchdog looks once a second.
 
     Attributes:
-        heard: when the other host has answered last.
-        sent: when something was sent last.
-        repeated: how often.
-        unanswered: packets.
-        probes: questions that were not answered.
+        heard: when the other host last answered.
+        sent: when something was last sent.
+        repeated: how often it was sent again.
+        unanswered: number of packets without an acknowledgement.
+        probes: number of keepalive probes without an answer.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, silence: Silence) -> None:
@@ -36,7 +36,7 @@ class _Kernel:
         return self.repeated, self.probes, self.unanswered, *ages, 0
 
     def silent_after(self, looks: int) -> int | None:
-        """How many of so many looks it took to find the other host silent for too long."""
+        """Return the look, of at most so many, that found the other host silent for too long."""
         for look in range(1, looks + 1):
             self._seconds += 1.0
             if self._silence.is_too_long():
@@ -44,15 +44,15 @@ class _Kernel:
         return None
 
     def stand(self, seconds: float) -> None:
-        """Let the process be away."""
+        """Let time pass while the process does not run."""
         self._seconds += seconds
 
     def send(self) -> None:
-        """Let a packet be sent, and once more."""
+        """Send a packet, and retransmit it once."""
         self.sent, self.unanswered, self.repeated = self._seconds, 1, 1
 
     def answer(self) -> None:
-        """Let the other host answer, and take nothing."""
+        """Let the other host answer without taking any data."""
         self.heard, self.probes = self._seconds, 0
 
 
@@ -72,14 +72,14 @@ def test_the_kernel_asks_but_ends_no_idle_connection_before_half_an_hour() -> No
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Kernel]:
-    """That of one connection, which may be silent for 10 s."""
+    """Yield the kernel's report on one connection, which may be silent for 10 s."""
     one, other = tcp_pair()
     with one, other:
         yield _Kernel(monkeypatch, Silence(one, 10.0))
 
 
 def test_silence_is_counted_from_when_something_is_to_be_answered(kernel: _Kernel) -> None:
-    assert kernel.silent_after(3600) is None  # nothing is
+    assert kernel.silent_after(3600) is None  # nothing is sent
     kernel.send()
     assert kernel.silent_after(30) == 12
 
@@ -87,21 +87,21 @@ def test_silence_is_counted_from_when_something_is_to_be_answered(kernel: _Kerne
 def test_a_question_that_is_not_answered_counts_as_well(kernel: _Kernel) -> None:
     assert kernel.silent_after(20) is None
     kernel.probes = 1
-    assert kernel.silent_after(60) is None  # a busy system passes over one
+    assert kernel.silent_after(60) is None  # a busy system may miss one
     kernel.probes = 2
     assert kernel.silent_after(30) == 12
 
 
 def test_what_was_sent_once_may_be_answered_a_moment_later(kernel: _Kernel) -> None:
     assert kernel.silent_after(20) is None
-    kernel.unanswered = 1  # of another packet at each look
+    kernel.unanswered = 1  # a different packet at each look
     assert kernel.silent_after(60) is None
 
 
 def test_a_host_that_answers_is_not_silent_however_long_nothing_is_taken_in(
     kernel: _Kernel,
 ) -> None:
-    """What there is no room for Linux sends again more and more rarely."""
+    """Linux retransmits what the receiver has no room for at longer and longer intervals."""
     for pause in (1, 2, 4, 8, 16, 32, 64, 120, 120):
         kernel.send()
         assert kernel.silent_after(1) is None
@@ -126,6 +126,6 @@ def test_a_full_connection_is_not_silent_as_the_kernel_tells_it() -> None:
         with suppress(BlockingIOError):
             while one.send(bytes(1 << 16)):
                 pass
-        for _ in range(30):  # its system answers that there is no room
+        for _ in range(30):  # the other system answers that it has no room
             assert not silence.is_too_long()
             time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The sizes of buffers in a message are those that its header announced, and limits allowed."""
+"""The sizes of a message's buffers are those that its header announced and the limits allowed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A rank with a core of its own polls for a moment before it sleeps, if its last wait was short."""
+"""A rank with its own core polls for a moment before it sleeps, if its last wait was short."""
 
 import math
 import time
@@ -16,7 +16,7 @@ LONG_SECONDS = LIMIT.total_seconds()
 
 
 class _Looks:
-    """A link's epoll, which notes for how long each poll may sleep."""
+    """A link's epoll that records how long each poll may sleep."""
 
     def __init__(self, link: StreamLink, on_look: Callable[[int], object]) -> None:
         self._events = vars(vars(link)["_mover"])["events"]
@@ -38,7 +38,7 @@ def _take(link: StreamLink) -> bytes:
 
 
 def _looks_of_the_second_wait(spin_seconds: float) -> list[float]:
-    """For how long each poll of the second of two waits may sleep; its third brings the message."""
+    """Return how long each poll of the second wait may sleep; its third poll brings the message."""
     with joined(spin_seconds=spin_seconds) as (link, other):
         _Looks(link, lambda count: other.send(b"first", 0, HEAD) if count == 1 else None)
         assert _take(link) == b"first"

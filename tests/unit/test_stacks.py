@@ -1,4 +1,4 @@
-"""Which line of the program a thread is on, whatever lies further in."""
+"""Which line of the program a thread is on, whatever it has called."""
 
 import concurrent.futures
 import gc
@@ -16,7 +16,7 @@ HERE = __file__
 
 @pytest.fixture
 def waiting() -> Iterator[int]:
-    """A thread that waits in Python's library, called by a function of this file."""
+    """Yield a thread that waits in Python's library, called by a function of this file."""
     end, begun = threading.Event(), threading.Event()
 
     def wait_at_this_line() -> None:
@@ -53,7 +53,7 @@ def test_seconds_are_those_in_which_each_sample_found_the_same_line(waiting: int
         return sampler.sample([waiting], now)[0].seconds
 
     assert [seconds_at(now) for now in (5.0, 6.0, 8.5)] == [0.0, 1.0, 3.5]
-    assert seconds_at(3600.0) == 0.0  # where it was in between nobody has seen
+    assert seconds_at(3600.0) == 0.0  # no sample was taken in between
     assert seconds_at(3601.0) == 1.0
 
 

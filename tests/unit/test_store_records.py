@@ -1,4 +1,4 @@
-"""What ranks write into the store: verdicts and whereabouts, and bytes that are neither."""
+"""What ranks write into the store: verdicts and positions, and bytes that are neither."""
 
 import contextlib
 import pickle
@@ -135,7 +135,7 @@ NOT_VERDICTS: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("case", NOT_VERDICTS)
 def test_a_verdict_with_a_field_of_another_type_is_refused(case: str) -> None:
-    """As it was, its error raised a TypeError on whoever read it."""
+    """Otherwise its error would raise a TypeError on the rank that reads it."""
     name, value = NOT_VERDICTS[case]
     fields = [*VERDICT]
     assert unpack_record(msgpack.packb(fields), Verdict, "a verdict").name == "n"
@@ -146,7 +146,7 @@ def test_a_verdict_with_a_field_of_another_type_is_refused(case: str) -> None:
 
 def test_no_field_of_whereabouts_may_be_of_another_type() -> None:
     def altered(plain: Any) -> Iterator[Any]:
-        """With one field at a time, at any depth, replaced by what no field is."""
+        """Yield copies with one field, at any depth, replaced by a value of a type no field has."""
         yield {}
         for at, each in enumerate(plain if isinstance(plain, list) else ()):
             for other in altered(each):
@@ -154,7 +154,7 @@ def test_no_field_of_whereabouts_may_be_of_another_type() -> None:
 
     whole = msgpack.unpackb(pack_record(WHEREABOUTS), unicode_errors="surrogatepass")
     count = 0
-    for count, plain in enumerate(altered(whole), start=1):  # noqa: B007  # counted
+    for count, plain in enumerate(altered(whole), start=1):  # noqa: B007  # used after the loop
         raw = msgpack.packb(plain, unicode_errors="surrogatepass")
         with pytest.raises(WireError, match="whereabouts that can't be read"):
             unpack_record(raw, WaitSnapshot, "whereabouts")
@@ -162,7 +162,7 @@ def test_no_field_of_whereabouts_may_be_of_another_type() -> None:
 
 
 def test_a_record_longer_than_any_rank_writes_is_not_read() -> None:
-    """Empty lists take one byte there, and 64 in memory."""
+    """An empty list takes one byte in the record, and 64 in memory."""
     raw = msgpack.packb([[]] * (4 << 20))
     with pytest.raises(WireError, match=f"holds a verdict of {len(raw)} bytes, which objcomm"):
         unpack_record(raw, Verdict, "a verdict")

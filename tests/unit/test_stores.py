@@ -1,4 +1,4 @@
-"""Connections to a store: who gets which."""
+"""Connections to a store, and which thread gets which."""
 
 import os
 import socket
@@ -66,7 +66,7 @@ def test_a_store_is_not_kept_alive_by_connections_to_it() -> None:
 
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_who_connects_anew_to_a_store_whose_host_is_gone_is_told_at_once(*, is_kept: bool) -> None:
-    """Torch tries on until the store's own limit has passed, and longer."""
+    """Torch keeps trying until the store's own limit has passed, and longer."""
     hosted, clients = loopback_store(), Clients()
     store = hosted.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
     store.set_timeout(timedelta(seconds=3))
@@ -90,7 +90,7 @@ def test_after_an_outage_there_is_a_new_connection() -> None:
 
 
 def test_a_store_whose_host_is_gone_is_asked_nothing_more() -> None:
-    """Torch writes a page to stderr for each try."""
+    """Torch writes a page to stderr for each attempt."""
     asked: list[str] = []
 
     class Gone:

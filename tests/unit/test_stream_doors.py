@@ -1,4 +1,4 @@
-"""Joining over streams: ranks that come to each other's doors, at once or late, and strangers."""
+"""Joining over streams: ranks that reach each other's doors, together or late, and strangers."""
 
 import errno
 import gc
@@ -31,7 +31,7 @@ from tests.waits import wait_until
 
 def test_a_rank_is_connected_to_those_with_whom_something_was_begun() -> None:
     with behind_doors(4) as links:
-        gc.collect()  # links that earlier tests have dropped, which it may else do in between
+        gc.collect()  # links dropped by earlier tests; otherwise they may be collected in between
         before = open_files()
         for link in links:
             assert not link.closed()
@@ -49,10 +49,10 @@ def test_a_rank_is_connected_to_those_with_whom_something_was_begun() -> None:
         links[2].abort()
         wait_until(lambda: links[0].is_closed(2), "its end")
         assert list(links[0].closed()) == [2]
-        assert not links[0].has_lost_all()  # two it does not know
+        assert not links[0].has_lost_all()  # two are unknown to it
         assert not links[1].has_lost_all()
         with pytest.raises(LinkClosed):
-            links[1].send(sent, 2, TAG)  # its door is closed
+            links[1].send(sent, 2, TAG)  # the door of rank 2 is closed
         assert links[1].closed_by() == [2]
 
 
@@ -76,7 +76,7 @@ def test_two_ranks_that_call_each_other_at_once_are_joined(
         with ThreadPoolExecutor(2) as threads:
             list(threads.map(finish, range(2)))
         assert all(torch.equal(each, large) for each in rooms)
-        for link in links:  # what was sent first
+        for link in links:  # the first messages
             word = room(1)
             link.wait(link.recv(word, 1 - link.rank, TAG), LIMIT)
             assert word.item() == 1 - link.rank
@@ -121,13 +121,13 @@ def test_what_a_rank_sends_before_it_ends_arrives_at_who_had_not_let_it_in() -> 
 @pytest.mark.parametrize("said", ["nothing", "another rank's word", "no word"])
 def test_strangers_at_the_door_are_sent_away(said: str) -> None:
     with behind_doors(3) as links:
-        doors = doors_of(links[0])  # as a stranger that has found them
+        doors = doors_of(links[0])  # as if a stranger had found them
         words = {
             "nothing": b"",
             "another rank's word": doors.word_to(1),
             "no word": bytes(doors.word_nbytes),
         }
-        address = f"\0objcomm/{doors._places[0].name}"  # noqa: SLF001  # as a stranger that has found it
+        address = f"\0objcomm/{doors._places[0].name}"  # noqa: SLF001  # likewise
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(address)
             stranger.sendall(words[said] + frame(Kind.MESSAGE, nbytes=9) + bytes(9))
@@ -141,7 +141,7 @@ def test_strangers_at_the_door_are_sent_away(said: str) -> None:
                     return not stranger.recv(1)
                 except BlockingIOError:
                     return False
-                except ConnectionResetError:  # what it said was not read whole
+                except ConnectionResetError:  # its bytes were not all read
                     return True
 
             wait_until(is_sent_away, "it to be sent away")

@@ -1,4 +1,4 @@
-"""The link over streams where a signal's handler, or Ctrl-C, interrupts it."""
+"""The link over streams when a signal handler, or Ctrl-C, interrupts it."""
 
 import socket
 import threading
@@ -16,8 +16,8 @@ from tests.waits import wait_until
 
 
 def at_next_read(link: StreamLink, handler: Callable[[], None]) -> None:
-    """Let a signal's handler run when the link has taken bytes, and not noted them."""
-    (connection,) = link._connections.values()  # noqa: SLF001  # nobody else has its socket
+    """Run a signal handler once the link has read bytes but not yet recorded them."""
+    (connection,) = link._connections.values()  # noqa: SLF001  # no public way to the socket
 
     class Interrupted:
         def __init__(self, end: socket.socket) -> None:
@@ -36,7 +36,7 @@ def at_next_read(link: StreamLink, handler: Callable[[], None]) -> None:
 
 
 def at_next_sleep(link: StreamLink, handler: Callable[[], None]) -> None:
-    """Let a signal's handler run while the calling thread sleeps in the link."""
+    """Run a signal handler while the calling thread sleeps in the link."""
     events = link._mover.events  # noqa: SLF001  # where it sleeps
 
     class Interrupted:
@@ -46,13 +46,13 @@ def at_next_sleep(link: StreamLink, handler: Callable[[], None]) -> None:
         def poll(self, seconds: float) -> list[tuple[int, int]]:
             link._mover.events = events  # noqa: SLF001  # once
             handler()
-            return events.poll(seconds)  # Python goes on with it when a handler returns
+            return events.poll(seconds)  # Python resumes it when a handler returns
 
-    link._mover.events = Interrupted()  # type: ignore[assignment]  # noqa: SLF001  # as long as the link sleeps
+    link._mover.events = Interrupted()  # type: ignore[assignment]  # noqa: SLF001  # until the link sleeps
 
 
 def interrupt() -> None:
-    """A handler of Ctrl-C."""
+    """Act as a handler of Ctrl-C."""
     raise KeyboardInterrupt
 
 
@@ -61,7 +61,7 @@ def test_a_handler_that_closes_what_it_has_interrupted_does_not_wait_for_it() ->
         at_next_read(link, link.abort)
         pending = [link.recv(room(1), 1, TAG) for _ in range(2)]
         other.send(filled(1), 0, TAG)
-        link.wait(pending[0], LIMIT)  # it had come
+        link.wait(pending[0], LIMIT)  # it had arrived
         with pytest.raises(LinkClosed, match="this rank has closed"):
             link.wait(pending[1], LIMIT)
         assert link.is_closed(1)
@@ -97,7 +97,7 @@ def test_a_handler_can_not_use_what_it_has_interrupted_and_is_told() -> None:
 
 
 def test_a_handler_that_raises_in_the_middle_of_a_message_ends_its_connection() -> None:
-    """What follows would be taken for something else."""
+    """Otherwise the bytes that follow would be misread."""
     with joined() as (link, other):
         pending = link.recv(room(1), 1, TAG)
         at_next_read(link, interrupt)
@@ -110,7 +110,7 @@ def test_a_handler_that_raises_in_the_middle_of_a_message_ends_its_connection() 
 
 
 def test_a_handler_may_wait_while_the_wait_that_it_has_interrupted_sleeps() -> None:
-    """And what that one waits for may come meanwhile."""
+    """The awaited message may arrive meanwhile."""
     into = [room(1), room(1)]
     with joined() as (link, other):
         first, second = [link.recv(each, 1, TAG + at) for at, each in enumerate(into)]

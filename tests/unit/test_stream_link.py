@@ -43,7 +43,7 @@ _SOON = timedelta(milliseconds=50)
 
 
 def check_links(*groups: Sequence[StreamLink]) -> None:
-    """Hold links between three threads to their contract, which uses up several groups of them."""
+    """Check the contract of links between three threads; this uses up several groups of links."""
     links = list(zip(*groups, strict=True))
 
     def check(rank: int) -> None:
@@ -69,7 +69,7 @@ def test_threads_keep_the_contract_of_links(
 )
 def test_what_no_link_sends_ends_the_connection_and_says_so(said: bytes) -> None:
     def say(other: socket.socket) -> None:
-        with suppress(OSError):  # the link ends before it has read all
+        with suppress(OSError):  # the link ends before it has read all bytes
             other.sendall(said)
 
     with facing() as (link, other), ThreadPoolExecutor(1) as pool:
@@ -104,7 +104,7 @@ def test_what_nobody_has_moved_is_unread_and_the_end_of_all_is_not() -> None:
         other.sendall(frame(Kind.MESSAGE, nbytes=1) + b"b")
         other.close()
         assert link.has_unread(1)
-        assert link.is_closed(1)  # it moves first
+        assert link.is_closed(1)  # it moves bytes first
         assert not link.has_unread(1)
         into = room(1), room(1)
         for each in into:
@@ -113,14 +113,14 @@ def test_what_nobody_has_moved_is_unread_and_the_end_of_all_is_not() -> None:
 
 
 def test_a_sender_is_some_bytes_ahead_and_no_more() -> None:
-    """What is short does not overtake what is held back before it."""
+    """A short message does not overtake one that was held back before it."""
     lengths = [AHEAD_MAX_NBYTES // 2, AHEAD_MAX_NBYTES // 2, AHEAD_MAX_NBYTES // 4, 1]
     with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
         sent = [sender.send(filled(nbytes, 1 + at), 1, HEAD) for at, nbytes in enumerate(lengths)]
         waiting = threads.submit(sender.wait, sent[1], LIMIT)
 
         def look() -> bool:
-            receiver.move()  # as the watchdog does, whatever its rank computes
+            receiver.move()  # as the watchdog does, whatever its rank is doing
             return waiting.done()
 
         wait_until(look, "what may be ahead")
@@ -139,7 +139,7 @@ def test_a_sender_is_some_bytes_ahead_and_no_more() -> None:
 def test_what_was_held_back_and_cannot_go_any_more_says_so() -> None:
     with joined() as (sender, receiver):
         sent = [sender.send(filled(1), 1, HEAD) for _ in range(AHEAD_MAX + 1)]
-        (connection,) = sender._connections.values()  # noqa: SLF001  # nobody else has its socket
+        (connection,) = sender._connections.values()  # noqa: SLF001  # no public way to the socket
         connection.socket = cast("socket.socket", Refusing(connection.socket, errno.ENOMEM))
         for _ in range(AHEAD_MAX):
             receiver.wait(receiver.recv(room(1), 0, HEAD), LIMIT)
@@ -150,7 +150,7 @@ def test_what_was_held_back_and_cannot_go_any_more_says_so() -> None:
 
 
 def test_what_nobody_takes_needs_little_memory_there() -> None:
-    """A thousand pieces of one message are only offered, and its first part has come."""
+    """The first message has arrived; a thousand later ones are only offered."""
     piece = filled(1000)
     with facing() as (link, other):
         sent = [link.send(filled(30_000), 1, HEAD)]
@@ -167,7 +167,7 @@ def test_what_nobody_takes_needs_little_memory_there() -> None:
 
 
 def test_each_of_many_threads_gets_its_own() -> None:
-    """One of them moves for all; when it has its own, another one does."""
+    """One of them moves bytes for all; when its own arrives, another takes over."""
     with joined() as (link, other), ThreadPoolExecutor(8) as threads:
         into = {tag: room(1) for tag in range(TAG, TAG + 8)}
 
@@ -205,7 +205,7 @@ def test_who_waits_goes_on_when_the_one_who_moved_gave_up() -> None:
 def test_an_abort_wakes_all_who_wait() -> None:
     with joined() as (link, _), ThreadPoolExecutor(4) as threads:
         waiting = [threads.submit(link.wait, link.recv(room(1), 1, tag), LIMIT) for tag in range(4)]
-        wait_until(lambda: link._mover._mover, "one that moves")  # noqa: SLF001  # nobody else tells
+        wait_until(lambda: link._mover._mover, "one that moves")  # noqa: SLF001  # nothing else shows it
         link.abort()
         for each in waiting:
             with pytest.raises(LinkClosed, match="this rank has closed"):
@@ -232,8 +232,8 @@ def test_no_farewell_is_said_in_the_middle_of_a_message() -> None:
     flat = filled(4 << 20)
     with joined() as (link, other):
         sent, coming = link.send(flat, 1, TAG), other.recv(room(4 << 20), 0, TAG)
-        other.move()  # it asks for that
-        link.move()  # which fills the system's memory
+        other.move()  # it asks for the message
+        link.move()  # this fills the system's buffers
         assert not is_over(link, sent)
         link.abort(b"why")
         with pytest.raises(LinkClosed):
@@ -267,10 +267,10 @@ _LENGTHS = st.one_of(st.integers(0, 300), st.sampled_from([1 << 16, (1 << 16) + 
 def test_whatever_is_sent_arrives_in_the_order_of_its_tag(
     messages: list[tuple[int, int, bool]],
 ) -> None:
-    """Through buffers that hold no message whole; receives are posted early or late."""
+    """The buffers hold no message whole; receives are posted early or late."""
     with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
         for link in (sender, receiver):
-            (connection,) = link._connections.values()  # noqa: SLF001  # nobody else has its socket
+            (connection,) = link._connections.values()  # noqa: SLF001  # no public way to the socket
             connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         flats = [filled(length, 1 + at) for at, (_, length, _) in enumerate(messages)]
         into = [room(length + is_early) for _, length, is_early in messages]
@@ -301,7 +301,7 @@ def test_whatever_is_sent_arrives_in_the_order_of_its_tag(
 
 
 def _early(messages: list[tuple[int, int, bool]], tag: int) -> list[int]:
-    """The first messages of a tag, up to the first one whose receive is posted late."""
+    """Return the first messages of a tag, up to the first whose receive is posted late."""
     early = []
     for at, (its, _, is_early) in enumerate(messages):
         if its == tag:

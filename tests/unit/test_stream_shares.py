@@ -60,7 +60,7 @@ def test_what_can_not_be_shared_is_sent(lengths: tuple[int, ...]) -> None:
 def test_where_too_many_descriptors_are_under_way_its_content_is_sent() -> None:
     flats = members(100_000, 5)
     with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
-        (connection,) = sender._connections.values()  # noqa: SLF001  # nobody else has its socket
+        (connection,) = sender._connections.values()  # noqa: SLF001  # no public way to the socket
         refusing = Refusing(connection.socket, errno.ETOOMANYREFS, is_of_descriptors=True)
         connection.socket = cast("socket.socket", refusing)
         sending = threads.submit(
@@ -140,7 +140,7 @@ def test_what_is_no_share_ends_the_connection_and_leaves_no_file(
 
 
 def test_a_file_is_judged_when_its_frame_is_whole() -> None:
-    """Its sender may make it shorter before it is sealed, and who maps it would be killed."""
+    """The sender may shrink it before it is sealed, which would kill a process that maps it."""
     file = os.memfd_create("objcomm", os.MFD_ALLOW_SEALING)
     os.ftruncate(file, 2 << 20)
     said = frame(Kind.SHARE, nbytes=2 << 20, number=1)
@@ -159,7 +159,7 @@ def test_a_file_is_judged_when_its_frame_is_whole() -> None:
 
 
 def memories() -> int:
-    """How many descriptors of memory to share this process has."""
+    """Return how many descriptors of shared memory this process has."""
     return sum("memfd" in str(each.resolve()) for each in Path("/proc/self/fd").iterdir())
 
 
@@ -169,19 +169,19 @@ def test_an_end_lets_go_of_what_nobody_has_taken() -> None:
     flats = members(100_000)
     with joined() as (sender, receiver):
         sent = [sender.send_share(Share.of(flats), flats, 1, TAG) for _ in range(3)]
-        for _ in sent:  # each takes in one
+        for _ in sent:  # each move takes one
             receiver.move()
         assert memories() == before + 6
         borrowed = receiver.recv_share(100_000, 0, TAG)
         sender.abort()
-        receiver.wait(borrowed, LIMIT)  # it had come
+        receiver.wait(borrowed, LIMIT)  # it had arrived
         for each in sent[1:]:
             with pytest.raises(LinkClosed):
                 sender.wait(each, LIMIT)
         receiver.move()  # it notices the end
         del sent, each
         gc.collect()
-        assert memories() == before + 1  # what had come, though both links are there
+        assert memories() == before + 1  # the taken memory, though both links still exist
     del sender, receiver, borrowed
     gc.collect()
     assert open_files() == files

@@ -1,4 +1,4 @@
-"""What streams between hosts do that those of one host need not: prove, deliver, call again."""
+"""What only streams between hosts do: prove the sender, deliver before an end, call again."""
 
 import errno
 import itertools
@@ -66,7 +66,7 @@ def test_a_rank_of_this_host_comes_by_a_unix_socket_and_one_of_another_does_not(
 ) -> None:
     with behind_doors(across=not is_near) as links:
         doors = doors_of(links[0])
-        place = doors._places[0]  # noqa: SLF001  # likewise
+        place = doors._places[0]  # noqa: SLF001  # there is no public way
         family, door = socket.AF_UNIX, cast("Any", f"\0objcomm/{place.name}")
         if is_near:
             family, door = socket.AF_INET, (place.addresses[0], place.port)
@@ -80,10 +80,10 @@ def test_what_was_sent_is_delivered_before_an_end_though_something_lies_unread(
 ) -> None:
     monkeypatch.setattr(connection, "_DELIVERY_SECONDS", PATIENCE_S)
     with joined(across=True) as links, ThreadPoolExecutor(1) as thread:
-        for each in (link._connections[1 - link.rank] for link in links):  # noqa: SLF001  # so small that bytes stay on their way
+        for each in (link._connections[1 - link.rank] for link in links):  # noqa: SLF001  # so small that bytes stay in transit
             each.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sent = [links[1].send(filled(_HEAD_NBYTES, each), 0, HEAD) for each in range(4)]
-        links[0].wait(links[0].send(filled(60), 1, TAG), LIMIT)  # nobody reads this
+        links[0].wait(links[0].send(filled(60), 1, TAG), LIMIT)  # never read
 
         def wait_for_all() -> None:
             for each in sent:
@@ -112,7 +112,7 @@ def test_who_waits_is_woken_where_a_host_has_become_silent(
         coming = links[0].recv(room(9), 1, TAG)
         waited = thread.submit(links[0].wait, coming, LIMIT)
         wait_until(lambda: links[0]._mover.moved_for is not None, "it to sleep")  # noqa: SLF001  # no other sign
-        silence = links[0]._connections[1].silence  # noqa: SLF001  # as the kernel would tell it
+        silence = links[0]._connections[1].silence  # noqa: SLF001  # as the kernel would report it
         assert silence is not None
         monkeypatch.setattr(silence, "is_too_long", lambda: True)
         links[0].move()
@@ -127,7 +127,7 @@ def test_who_waits_is_woken_where_a_host_has_become_silent(
 def test_no_memory_is_handed_over_between_hosts(kind: Kind) -> None:
     with joined(across=True) as links:
         assert links[0].sharing_with(1) is None
-        stranger = links[1]._connections[0].socket  # noqa: SLF001  # says what no link does
+        stranger = links[1]._connections[0].socket  # noqa: SLF001  # sends what no link sends
         coming = links[0].recv(room(9), 1, TAG)
         stranger.sendall(frame(kind, nbytes=9))
         with pytest.raises(LinkClosed, match="which objcomm never does"):
@@ -137,10 +137,10 @@ def test_no_memory_is_handed_over_between_hosts(kind: Kind) -> None:
 def test_what_is_on_its_way_arrives_though_the_other_stream_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both had called; the ends of two streams come as they like."""
+    """Both ranks had called; their two streams end in any order."""
     with behind_doors(across=True) as links:
         both_call(links, monkeypatch)
-        theirs = links[1]._connections[0]  # noqa: SLF001  # as its process would end
+        theirs = links[1]._connections[0]  # noqa: SLF001  # as if its process ended
         assert theirs.inlet is not None
         theirs.inlet.shutdown(socket.SHUT_RDWR)
         ours = links[0]._connections[1]  # noqa: SLF001  # as above
@@ -161,18 +161,18 @@ def test_a_call_that_fails_by_an_outage_is_made_again(monkeypatch: pytest.Monkey
         failing(monkeypatch, links[0], errno.ENETUNREACH, times=3)
         sent = links[0].send(filled(9), 1, TAG)
         assert not links[0].closed()
-        wait_until(lambda: moved(links[0], lambda: not links[0]._connections[1].is_to_call), "it")  # noqa: SLF001  # nothing else tells
+        wait_until(lambda: moved(links[0], lambda: not links[0]._connections[1].is_to_call), "it")  # noqa: SLF001  # nothing else shows it
         arrives(sent, links, filled(9))
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, link: StreamLink, number: int, times: int) -> None:
-    """Let a link's first calls fail."""
+    """Make a link's first calls fail."""
     doors = doors_of(link)
     call, left = doors.call, itertools.count(times, -1)
 
     def call_or_fail(peer: int, _: int = 0) -> Any:
         if next(left) > 0:
-            raise OSError(number, "as the system says")  # its own: one kept would keep the link
+            raise OSError(number, "as the system says")  # a new one: a kept one would keep the link
         return call(peer)
 
     monkeypatch.setattr(doors, "call", call_or_fail)
@@ -183,14 +183,14 @@ def test_an_outage_that_lasts_is_a_lost_host(
     monkeypatch: pytest.MonkeyPatch, *, is_over_at_once: bool
 ) -> None:
     def send(link: StreamLink) -> None:
-        sent = link.send(filled(9), 1, TAG)  # which raises where the time is over by then
+        sent = link.send(filled(9), 1, TAG)  # raises if the time is already over
         wait_until(lambda: moved(link, lambda: link.is_out_of_reach(1)), "it to be lost")
         link.wait(sent, LIMIT)
 
     with behind_doors(across=True, lost_seconds=0.01) as links:
         failing(monkeypatch, links[0], errno.EHOSTUNREACH, times=1_000_000)
         if is_over_at_once:
-            monkeypatch.setattr(links[0]._calling, "_is_given_up", lambda _: True)  # noqa: SLF001  # as its clock would tell
+            monkeypatch.setattr(links[0]._calling, "_is_given_up", lambda _: True)  # noqa: SLF001  # as if its clock said so
         with pytest.raises(LinkClosed, match=HOST_LOST):
             send(links[0])
         assert links[0].is_out_of_reach(1)
@@ -227,7 +227,7 @@ def test_a_stranger_that_resets_its_connection_is_sent_away() -> None:
         for _ in range(3):
             place = doors._places[0]  # noqa: SLF001  # likewise
             stranger = socket.create_connection((place.addresses[0], place.port))
-            stranger.sendall(b"a")  # else it is not let in
+            stranger.sendall(b"a")  # otherwise it is not let in
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             stranger.close()
             links[0].move()
@@ -235,14 +235,14 @@ def test_a_stranger_that_resets_its_connection_is_sent_away() -> None:
 
 
 class _Unreachable(socket.socket):
-    """What a call looks like that the system gives up after a while."""
+    """A call that the system gives up after a while."""
 
     def send(self, *_: Any) -> int:
         raise OSError(errno.EHOSTUNREACH, "as the system says")
 
 
 def test_a_call_that_the_system_gives_up_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its socket has an end by then, which is none of the other rank's."""
+    """By then its socket reports an end, which does not come from the other rank."""
     with behind_doors(across=True, lost_seconds=PATIENCE_S) as links:
         doors = doors_of(links[0])
         call, calls = doors.call, []
@@ -253,7 +253,7 @@ def test_a_call_that_the_system_gives_up_is_made_again(monkeypatch: pytest.Monke
                 return call(peer)
             end = _Unreachable()
             end.settimeout(0)
-            end.connect_ex(("127.0.0.1", 1))  # refused, so that it has an end
+            end.connect_ex(("127.0.0.1", 1))  # refused, so it reports an end
             return end, doors.word_to(peer), ""
 
         monkeypatch.setattr(doors, "call", call_in_vain)

@@ -1,4 +1,4 @@
-"""A tensor's memory format is part of the tensor: channels last stay last, one row stays one."""
+"""A tensor keeps its strides: channels-last stays channels-last, an expanded row stays one row."""
 
 import pytest
 import torch

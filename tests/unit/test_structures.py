@@ -1,4 +1,4 @@
-"""What an operand's structure says, how several are merged, and how a result is built of it."""
+"""What an operand's structure describes, how several are merged, and how a result is built."""
 
 import collections
 import dataclasses
@@ -34,7 +34,7 @@ class Slotted:
 
 
 class Names(list[Any]):
-    """A list of a user's own."""
+    """A user's subclass of list."""
 
 
 def structure_of(obj: Any) -> Any:

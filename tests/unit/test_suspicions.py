@@ -1,4 +1,4 @@
-"""What a rank must see, and how often, before it believes that nobody can ever end a wait."""
+"""What a rank must see, and how often, before it believes that a wait can never end."""
 
 import functools
 import gc
@@ -22,7 +22,7 @@ from tests.waits import PATIENCE_S
 
 
 class Looks:
-    """Rank 1 waits for rank 0's message, and looks again and again where rank 0 is."""
+    """Rank 1 waits for rank 0's message, and looks repeatedly at rank 0's position."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.entry = CallRecord(header_of(1, operation=Operation.RECV), "recv")
@@ -54,7 +54,7 @@ class Looks:
         return WaitSnapshot(self.asked, MAIN, lanes, is_single=True)
 
     def look(self, since: float) -> bool:
-        """Whether rank 1 ends its wait, where rank 0 waits since then."""
+        """Return whether rank 1 ends its wait if rank 0 has waited since ``since``."""
         self.theirs = recv(0, 1, since=since)
         inquiry.investigate(self._board, [self._waiting[0]], [self._waiting])
         return bool(self.settled)
@@ -76,13 +76,13 @@ def test_two_waits_one_after_another_are_not_taken_for_one(
 
 
 class Meeting:
-    """Rank 1 meets rank 0 in a group, and has lost its connection with it in the world."""
+    """Rank 1 meets rank 0 in a group, and has lost its connection to rank 0 in the world."""
 
     def __init__(self) -> None:
         self.entry = CallRecord(header_of(1, sequence=MEETING), "barrier")
         self.entry.waits_since = (
             time.monotonic() - PATIENCE_S
-        )  # its board's thread got no turn before
+        )  # its board's thread did not run before
         self.answer: WaitSnapshot | None = None
         self.settled: list[Verdict] = []
         group = functools.partial(
@@ -95,7 +95,7 @@ class Meeting:
         self._board = board_like(read=lambda _rank, _asked: self.answer)
 
     def look(self) -> list[Verdict]:
-        """Rank 1 looks once; what it has ended the meeting by."""
+        """Look once as rank 1, and return the verdicts that have ended the meeting."""
         inquiry.investigate(self._board, self._meshes, self._waiting)
         return self.settled
 
@@ -105,7 +105,7 @@ def test_who_has_lost_its_connections_gets_time_to_answer(
 ) -> None:
     monkeypatch.setattr(losses, "_SURELY_ANSWERED_SECONDS", 0.0)
     meeting = Meeting()
-    for _ in range(losses._LOOKS_IN_VAIN):  # noqa: SLF001  # however fast they follow
+    for _ in range(losses._LOOKS_IN_VAIN):  # noqa: SLF001  # however quickly they follow
         assert not meeting.look()
     (told,) = meeting.look()
     assert (told.cause, told.ranks) == (Cause.LOST, (0,))
@@ -127,7 +127,7 @@ def test_who_answers_lives_and_so_does_who_is_there_for_the_kernel(
 def test_nothing_is_collected_while_python_says_where_threads_are(
     monkeypatch: pytest.MonkeyPatch, *, is_collecting: bool
 ) -> None:
-    """Before 3.11.9 that may be the end of the process; what the program has set stays set."""
+    """Before 3.11.9 a collection then may crash the process; the program's setting is restored."""
     seen, frames = [], sys._current_frames  # noqa: SLF001  # documented by CPython
 
     def watched() -> Any:

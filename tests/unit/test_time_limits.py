@@ -1,4 +1,4 @@
-"""What ``timeout=`` takes, in a world of one: any positive time, however long."""
+"""What ``timeout=`` accepts, in a world of one: any positive time, however long."""
 
 import threading
 from collections.abc import Callable
@@ -16,7 +16,7 @@ WRONG = [True, False, float("nan"), float("-inf"), -1, timedelta(-1), "1", [1]]
 
 
 def _receive(timeout: Any) -> Any:
-    """A message of this rank's own that comes while it waits."""
+    """Receive a message that this rank sends itself while it waits."""
     work = objcomm.irecv(src=0, timeout=timeout)
     objcomm.send(1, dst=0)
     return work.wait()
@@ -27,7 +27,7 @@ def _fail_together(timeout: Any) -> int:
         return 1
 
 
-#: What takes a limit, and returns 1.
+#: Calls that take a time limit and return 1.
 CALLS: dict[str, Callable[[Any], Any]] = {
     "broadcast": lambda timeout: objcomm.broadcast(1, timeout=timeout),
     "agree": lambda timeout: objcomm.agree(1, timeout=timeout) or 1,
@@ -39,7 +39,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 
 def _waits(begun: Begin) -> dict[str, Callable[[Any], Any]]:
-    """What waits for a call in flight that is soon over."""
+    """Waits for an outstanding call that ends soon."""
 
     def flight() -> objcomm.Work[Any]:
         made = begun(1)

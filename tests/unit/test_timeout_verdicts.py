@@ -1,4 +1,4 @@
-"""What a limit that has passed is blamed on, given what the others have answered."""
+"""What a passed limit is blamed on, given the other ranks' answers."""
 
 import pytest
 
@@ -44,4 +44,4 @@ def test_of_a_thousand_waits_of_one_kind_one_is_looked_at() -> None:
     others, waited = entry(0, awaits=2), entry(0)
     waited.waiter = MAIN
     found = inquiry.of_each_kind([*entries, others, waited])
-    assert found == [entries[-1], others, waited]  # the one that waits longest
+    assert found == [entries[-1], others, waited]  # the longest of its kind

@@ -1,4 +1,4 @@
-"""Who forwards to whom: every rank gets a message exactly once, whatever the size and root."""
+"""Which rank forwards to which: every rank gets a message exactly once, for any size and root."""
 
 import sys
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def test_what_is_combined_on_the_way_stays_in_the_order_of_ranks(spread: str, si
         assert parents == {
             rank: parent for rank, (parent, _) in enumerate(places) if parent is not None
         }
-        most = 2 * size.bit_length()  # rounds: within a host, and between hosts
+        most = 2 * size.bit_length()  # rounds within a host plus rounds between hosts
         assert max(len(children) for _, children in places) <= most
         crossings = sum(hosts[rank] != hosts[parent] for rank, parent in parents.items())
         if root == 0 and spread in {"two in blocks", "hosts of two", "one and all others"}:
@@ -139,10 +139,10 @@ def test_a_middling_payload_goes_to_one_rank_of_each_host_first() -> None:
     [
         ((0, 0, 0), sys.maxsize),
         ((0, 1), sys.maxsize),
-        ((0, 0, 1, 1), 0),  # one host twice
-        ((0, 1, 2, 3), 1 << 20),  # three copies over one card
+        ((0, 0, 1, 1), 0),  # one host would get it twice
+        ((0, 1, 2, 3), 1 << 20),  # three copies over one network card
         (tuple(range(9)), 9 << 18),
-        ((0,) * 5 + (1,) * 5, sys.maxsize),  # the tree of many ranks goes by hosts
+        ((0,) * 5 + (1,) * 5, sys.maxsize),  # the tree for many ranks follows the hosts
     ],
 )
 def test_what_goes_whole_leaves_a_card_once_or_is_short(hosts: tuple[int, ...], below: int) -> None:

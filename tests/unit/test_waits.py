@@ -1,4 +1,4 @@
-"""How long a call waits, and what ends its wait: limits, proposals and the verdicts that stand."""
+"""How long a call waits, and what ends its wait: limits, proposals and standing verdicts."""
 
 import time
 import unittest.mock
@@ -30,7 +30,7 @@ REPORT_AFTER_S = Settings().report_after
 
 
 class Clock:
-    """Stands for ``time.monotonic``; an hour passes only when a test says so."""
+    """Replaces ``time.monotonic``; time passes only when a test says so."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -46,13 +46,13 @@ def test_a_limit_counts_all_waits_of_a_call_and_nothing_else(
         Deadline(10.0),
         CallRecord(header_of(0), "broadcast", "pickle"),
     )
-    clock.now += 100  # its object is encoded
+    clock.now += 100  # while its object is encoded
     lane.begin(entry, deadline)
     assert entry.waits_until == clock.now + 10
     assert entry.report_at == clock.now + REPORT_AFTER_S
     clock.now += 4
     lane.end(entry, deadline)
-    clock.now += 100  # what came is decoded
+    clock.now += 100  # while the received message is decoded
     lane.begin(entry, deadline)
     assert (entry.waits_until, entry.limit_seconds) == (clock.now + 6, 10.0)
     clock.now += 5
@@ -68,7 +68,7 @@ def test_a_limit_counts_all_waits_of_a_call_and_nothing_else(
 
 
 def test_each_wait_of_a_call_can_be_seen_to_pass_its_limit() -> None:
-    """A call that was late once, and went on, would wait for ever in its next step."""
+    """A call that was late once, and continued, would wait forever in its next step."""
     lane, deadline, entry = (
         new_lane(),
         Deadline(10.0),
@@ -137,7 +137,7 @@ def test_a_verdict_that_can_not_be_read_is_one(raw: str, tmp_path: Path) -> None
 
 
 def test_a_circle_that_another_rank_has_found_is_passed_on(tmp_path: Path) -> None:
-    """Rank 2 hears of it by a verdict on the world; rank 1, which awaits it, shares no mesh yet."""
+    """Rank 2 learns of it from a verdict; rank 1, which awaits rank 2, shares no mesh yet."""
     board, other = (board_on(tmp_path)[0] for _ in range(2))
     state = LaneWait("a", "", 0, 1, 1, 1, -1, Step(0, 1, 2, 0, "a.py:1"), 2, 5.0, 1.0, ())
     circle = Deadlock("each waits for another", ((1, state, Step(0, 1, 2, 0, "a.py:1")),))
@@ -166,9 +166,9 @@ def _mesh_that_has_met(
 
 
 def _mesh_over_a_link(rank: int, secret: bytes | None, session: str = "5e") -> Any:
-    """One of three ranks; its link keeps its farewell, and gives out what is put there."""
+    """Return one of three ranks; its link keeps its farewell and returns those put there."""
     mesh: Any = _mesh_that_has_met([], (0, 1, 2))
-    mesh.rank, mesh._secret, mesh._meeting.session = rank, secret, session  # noqa: SLF001  # as when the ranks have met
+    mesh.rank, mesh._secret, mesh._meeting.session = rank, secret, session  # noqa: SLF001  # as after the ranks have met
     said: dict[int, bytes] = {}
     mesh.link = SimpleNamespace(
         abort=lambda farewell: said.setdefault(rank, farewell),
@@ -185,8 +185,8 @@ def _mesh_over_a_link(rank: int, secret: bytes | None, session: str = "5e") -> A
         (Verdict.of(Cause.LOST, ranks=(2,)), (2,)),
         (Verdict.of(Cause.LOST, ranks=(2,), is_store_silent=True), (2,)),
         (Verdict.of(Cause.LOST), ()),
-        (Verdict.of(Cause.LOST, ranks=(0, 2)), ()),  # this rank, which lives
-        (Verdict.of(Cause.LOST, ranks=(1, 2)), ()),  # the one that says it
+        (Verdict.of(Cause.LOST, ranks=(0, 2)), ()),  # this rank, which is alive
+        (Verdict.of(Cause.LOST, ranks=(1, 2)), ()),  # the rank that says it
         (Verdict.of(Cause.LOST, ranks=(3,)), ()),  # not a rank of the group
         (Verdict.of(Cause.LOST, ranks=(2, -5)), ()),  # likewise
         (Verdict.of(Cause.LEFT, ranks=(2,)), ()),
@@ -217,14 +217,14 @@ def test_nobody_else_can_say_a_ranks_farewell() -> None:
         mesh.link.said[1] = damaged
         assert mesh.blamed_by(1) == ()
     mesh.link.said.clear()
-    mesh.link.said[2] = said  # another rank's, sent once more
+    mesh.link.said[2] = said  # another rank's, replayed
     assert mesh.blamed_by(2) == ()
     mesh.link.said[1] = said
     assert mesh.blamed_by(1) == (2,)
 
 
 def test_a_failed_block_ends_the_mesh_by_what_another_rank_has_said_before(tmp_path: Path) -> None:
-    """Else only this rank's next call would wait for a new meeting."""
+    """Otherwise this rank's next call would wait alone for a new meeting."""
     board, _ = board_on(tmp_path)
     mesh: Any = _mesh_that_has_met([])
     mesh.board_thread.call = lambda job, _: job(board)
@@ -250,7 +250,7 @@ def test_what_has_ended_already_is_neither_told_nor_acknowledged_again(tmp_path:
 
 
 def test_what_ended_is_acknowledged_before_anybody_can_make_the_next_mesh() -> None:
-    """The next one's meeting waits for earlier words; a later one would stay in the store."""
+    """The next meeting waits for earlier messages; a later one would stay in the store."""
     jobs: list[Callable[[Board], object]] = []
     mesh = _mesh_that_has_met(jobs)
     words_at_wake: list[int] = []
@@ -269,7 +269,7 @@ def test_who_ends_without_the_store_acknowledges_what_it_finds_there_later(
     board.propose("n", Verdict.of(Cause.LOST if lost else Cause.LEFT, ranks=lost or (1,)))
     for job in jobs:
         job(board)
-    # It is one of two that know, the only one, or the one that the others have given up.
+    # It is one of two ranks that know, the only one, or the one that the others gave up.
     assert store.check(["verdict/n"]) == (lost != (1,))
     assert store.check(["known/n"]) == (not lost)
 
@@ -278,7 +278,7 @@ def test_who_ends_without_the_store_acknowledges_what_it_finds_there_later(
 def test_who_ends_without_the_store_goes_on_as_the_others_do(
     tmp_path: Path, *, is_gone: bool
 ) -> None:
-    """A rank that alone made new connections, or alone did not, would be waited for in vain."""
+    """If only this rank made new connections, or only it did not, waits for it would never end."""
     board, _ = board_on(tmp_path)
     jobs: list[Callable[[Board], object]] = []
     mesh = _mesh_that_has_met(jobs)
@@ -290,7 +290,7 @@ def test_who_ends_without_the_store_goes_on_as_the_others_do(
     assert board.propose("n", others) == others
     for job in jobs:
         job(board)
-    assert mesh.verdict == others._replace(name=own.name)  # by which it is raised once
+    assert mesh.verdict == others._replace(name=own.name)  # the name under which it is raised once
     assert mesh.can_be_replaced != is_gone
 
 
@@ -302,7 +302,7 @@ def test_who_ends_without_the_store_goes_on_as_the_others_do(
 def test_who_ends_without_the_store_tells_it_later(
     tmp_path: Path, reason: str, *, is_told: bool
 ) -> None:
-    """Who waits for the others to meet has no connection whose end would tell it."""
+    """A rank that waits for a meeting has no connection whose end would report it."""
     board, store = board_on(tmp_path)
     jobs: list[Callable[[Board], object]] = []
     mesh = _mesh_that_has_met(jobs, (0, 1, 2))
@@ -312,4 +312,4 @@ def test_who_ends_without_the_store_tells_it_later(
     assert mesh.verdict is not None
     told = mesh.verdict._replace(is_store_silent=False)
     assert board.look("n") == (told if is_told else None)
-    assert store.check(["known/n"]) == is_told  # one of three knows
+    assert store.check(["known/n"]) == is_told  # one of three ranks knows

@@ -1,4 +1,4 @@
-"""Messages all of which come with their header, and those that may not."""
+"""Messages that arrive whole with their header, and those that may not."""
 
 from collections.abc import Sequence
 
@@ -29,13 +29,13 @@ KINDS = (BufferKind.TENSOR, BufferKind.MEMORY, BufferKind.BYTES, BufferKind.BYTE
 
 
 class WideLink(MemoryLink):
-    """A link that carries first messages of more than a window, as that over streams does."""
+    """A link whose first messages may exceed a window, as on streams."""
 
     head_max_nbytes = MOST_NBYTES
 
 
 def whole(*lengths: int, flags: int = 0, kind: BufferKind | None = None) -> Message:
-    """A message that was made whole, if that may be, with a buffer of each length."""
+    """Return a message, whole if allowed, with a buffer of each length."""
     buffers = []
     for at, nbytes in enumerate(lengths):
         flat = torch.full((nbytes,), at, dtype=torch.uint8)
@@ -98,7 +98,7 @@ _PATTERNS = ["broadcast", "gather", "all_gather"]
 def on_wide_links(
     size: int, pattern: str, shape: str, hosts: Sequence[int] = ()
 ) -> list[MemoryLink]:
-    """Carry one operation out; the links that it went over."""
+    """Carry out one operation, and return the links that it used."""
     links = linked(size, hosts, kind=WideLink)
     check_pattern(pattern, links, 1, shape)
     return links

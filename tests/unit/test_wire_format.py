@@ -1,4 +1,4 @@
-"""The page that describes the bytes, held against the bytes."""
+"""The page that describes the bytes, compared with the bytes."""
 
 import re
 import struct

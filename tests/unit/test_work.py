@@ -1,4 +1,4 @@
-"""A work by itself: its states, its waits, and what the watchdog is told of them."""
+"""A single work: its states, its waits, and what the watchdog learns about them."""
 
 import contextlib
 import contextvars
@@ -86,7 +86,7 @@ def test_an_operations_own_time_limit_is_not_taken_for_the_waits(begun: Begin) -
 
 
 def test_the_watcher_is_told_who_waits_without_end(begun: Begin) -> None:
-    """A thread whose wait has a limit can go on, so it is in no circle."""
+    """A thread whose wait has a limit can continue, so it is in no deadlock."""
     flight = begun()
     seen: set[int] = set()
     is_over, waiter = threading.Event(), threading.get_ident()
@@ -257,7 +257,7 @@ class FakeStreams(threading.local):
 @pytest.mark.parametrize("is_initialized", [True, False])
 def test_the_rest_goes_on_with_the_callers_device_and_stream(
     monkeypatch: pytest.MonkeyPatch,
-    is_initialized: bool,  # noqa: FBT001  # pytest gives it by name
+    is_initialized: bool,  # noqa: FBT001  # pytest passes it by name
 ) -> None:
     fake = FakeStreams()
     module = SimpleNamespace(is_initialized=lambda: is_initialized)
@@ -279,7 +279,7 @@ def test_the_rest_goes_on_with_the_callers_device_and_stream(
     work.wait(LIMIT_S)
     line.drain()
     before = (0, ["0 by default", "1 by default"])
-    # Before its first use nothing is there to be asked for.
+    # Before the accelerator's first use it has no device or stream to ask for.
     within = (1, ["0 by default", "the caller's"]) if is_initialized else before
     assert seen == [before, within, before]
 

@@ -1,4 +1,4 @@
-"""What is said of a work that nobody waits for, and what a work keeps alive."""
+"""What is reported about a work that nothing waits for, and what a work keeps alive."""
 
 import asyncio
 import functools
