@@ -255,7 +255,7 @@ class MemoryLink:
                 raise ended.popitem()[1]
 
     def prompt(self, peer: int) -> None:
-        """See ``Connections``: the callback is asked again in any case."""
+        """See ``Connections``: an unaccepted message is offered again in any case."""
 
     def signal(self) -> Signal:
         """See ``Connections``: messages move without help."""
