@@ -87,5 +87,5 @@ FAULTS: dict[str, tuple[Callable[[Turn], int], str]] = {
     "raising operator": (_combining_rank, MARK),
     "raising fn1": (_culprit, MARK),
     "raising fn2": (_first, MARK),
-    "no scalar": (_culprit, "is no scalar"),
+    "no scalar": (_culprit, "is not a scalar"),
 }
