@@ -1,4 +1,4 @@
-"""Any public function, called with arguments that it accepts."""
+"""Call any public function with arguments that it accepts."""
 
 import inspect
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: What the parameters without a default get.
+#: Values for the parameters without a default.
 RIGHT: dict[str, Any] = {
     "color": 0,
     "communication_object": 1,
@@ -46,7 +46,7 @@ _NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 def called(name: str, argument: str = "", given: Any = None) -> object:
-    """Make a call in which all is right but one argument, if that is given."""
+    """Call a function with valid arguments except for the one named, if any."""
     function: Callable[..., Any] = FUNCTIONS[name]
     positional, named = [], {}
     for parameter in inspect.signature(function).parameters.values():
@@ -55,7 +55,7 @@ def called(name: str, argument: str = "", given: Any = None) -> object:
             if parameter.kind not in _NAMED:
                 continue
             if name == "launch" and parameter.default is inspect.Parameter.empty:
-                positional.append(value)  # its *args would take what is left out
+                positional.append(value)  # its *args would take the omitted arguments
             else:
                 named[parameter.name] = value
     returned = function(*positional, **named)

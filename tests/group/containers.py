@@ -1,4 +1,4 @@
-"""Containers of a user's, for reductions leaf by leaf."""
+"""User-defined containers for reductions leaf by leaf."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ LARGE = 1_500_000
 
 
 class Loss(NamedTuple):
-    """A named tuple of a user's."""
+    """A user's named tuple."""
 
     total: Any
     parts: list[int]
@@ -16,7 +16,7 @@ class Loss(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """A dataclass of a user's, which nobody can assign to."""
+    """A user's frozen dataclass."""
 
     count: int
     loss: Loss

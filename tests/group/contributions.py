@@ -1,4 +1,4 @@
-"""What ranks contribute to random programs, so that every rank can tell what it must get."""
+"""What ranks contribute to random programs, so that every rank knows what to expect."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ SIZES = (0, 1, 100, 32_400, 32_768, 33_000, 65_536, 200_000, 1_000_001)
 
 
 def content(rank: int, nbytes: int, turn: int) -> dict[str, Any]:
-    """What a rank contributes to a turn; every rank can make every other's."""
+    """What a rank contributes to a turn; every rank can compute those of the others."""
     fill = (rank * 31 + turn) % 251
     return {
         "raw": bytes([fill]) * nbytes,

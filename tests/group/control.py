@@ -1,4 +1,4 @@
-"""What tests of who computes what, and in which order, share."""
+"""Shared by the tests of which rank computes what, and in which order."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +13,11 @@ __all__ = ["BLOCKS", "ORDERED", "SHARES", "OwnExit", "OwnInterrupt", "fail", "ra
 
 
 class OwnInterrupt(KeyboardInterrupt):
-    """A subclass, as the wise make."""
+    """A user's subclass."""
 
 
 class OwnExit(SystemExit):
-    """Another one."""
+    """Another user's subclass."""
 
 
 def fail(error: BaseException) -> Any:
@@ -33,7 +33,7 @@ def raised_together(
     error = caught.value
     assert (error.operation, sorted(error.failures)) == (operation, sorted(failing))
     assert ("in fail" in error.failures[failing[0]].traceback) is True
-    # A wait that was ended from outside has torch's word for that as its cause.
+    # The cause of a wait that was ended from outside is torch's error.
     own = None if isinstance(error.__cause__, objcomm.TransportError) else error.__cause__
     assert (own is not None) == (objcomm.rank(group) in failing)
     return error

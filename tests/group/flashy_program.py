@@ -1,4 +1,4 @@
-"""A program for flashy, which is run on ranks and alone."""
+"""A flashy program, run on several ranks and in a single process."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from objcomm.compat import flashy as distrib
 
 
 def use_documented(rank: int, size: int) -> None:
-    """A program as flashy's documentation has it, which runs unchanged but for its import."""
+    """A program as in flashy's documentation; only its import is changed."""
     distrib.init()
     assert (distrib.rank(), distrib.world_size()) == (rank, size)
     assert distrib.is_rank_zero() == (rank == 0)
@@ -32,7 +32,7 @@ def use_documented(rank: int, size: int) -> None:
         with distrib.eager_sync_model(model):
             model(images).square().mean().backward()
         model(images).square().mean().backward()
-        distrib.sync_model(model, True, False)  # noqa: FBT003  # as flashy lets one
+        distrib.sync_model(model, True, False)  # noqa: FBT003  # as flashy allows
     distrib.sync_gradients(model.parameters())
     with distrib.eager_sync_gradients(p for p in model.parameters()):
         model(torch.rand(2, 4)).sum().backward()

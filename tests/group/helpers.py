@@ -1,4 +1,4 @@
-"""What tests on ranks share: groups, objects that fail, and talk that bypasses objcomm."""
+"""Shared by tests on ranks: groups, failing objects, and messages that bypass objcomm."""
 
 import contextlib
 import fcntl
@@ -23,7 +23,7 @@ from tests.hosts import free_port
 from tests.waits import wait_until
 from tests.workers import here
 
-#: Operations in which rank 0 can do nothing without rank 1, and what they take for that.
+#: Operations in which rank 0 needs rank 1, and the arguments for that.
 AWAIT_RANK_1: dict[str, dict[str, Any]] = {
     "broadcast": {"src": 1},
     "gather": {},
@@ -71,7 +71,7 @@ def over_tcp() -> Iterator[int]:
 
 
 def kind_of(group: dist.ProcessGroup) -> str:
-    """What joins a group that has been used."""
+    """The kind of link of a group that has been used."""
     mesh = resolve(group)._whole.mesh  # noqa: SLF001  # nothing public has its name
     assert mesh is not None
     assert mesh.link is not None
@@ -87,7 +87,7 @@ def groups_that_await_rank_1() -> dict[str, Any]:
 
 
 def assert_group_works(group: dist.ProcessGroup | None = None) -> None:
-    """Prove it in both directions, with a small message and one beyond the inline window."""
+    """Check both directions, with a small message and one beyond the inline window."""
     mine, size = objcomm.rank(group), objcomm.world_size(group)
     assert objcomm.all_gather(mine, group=group) == list(range(size))
     last = objcomm.broadcast(bytes([mine]) * 100_000, group_src=size - 1, group=group)
@@ -95,7 +95,7 @@ def assert_group_works(group: dist.ProcessGroup | None = None) -> None:
 
 
 def tell_all(topic: str, text: str) -> list[str]:
-    """Exchange texts between all ranks through a store, where objcomm is what is being broken."""
+    """Exchange texts between all ranks through a store, where objcomm itself is being broken."""
     place = here()
     store = place.store("tell_all")
     store.set(f"{topic}{place.rank}", text)
@@ -103,12 +103,12 @@ def tell_all(topic: str, text: str) -> list[str]:
 
 
 def say(topic: str, text: str = "") -> None:
-    """Tell the other ranks, without objcomm; whoever wants to know calls `hear`."""
+    """Send a text to the other ranks without objcomm; they call `hear` to receive it."""
     here().store("said").set(topic, text)
 
 
 def hear(topic: str) -> str:
-    """Wait until some rank has said it, and return what."""
+    """Wait until some rank has said it, and return the text."""
     text: bytes = here().store("said").get(topic)
     return text.decode()
 
@@ -124,7 +124,7 @@ def shared_port(topic: str = "port") -> int:
 
 
 def keys_in(store: dist.Store) -> list[str]:
-    """What is in a store; skips the test in a torch that can't tell."""
+    """The keys in a store; skips the test if this torch cannot list them."""
     if not hasattr(store, "list_keys"):
         pytest.skip("the stores of this torch, 2.8 or so, don't list their keys")
     keys: list[str] = store.list_keys()
@@ -132,7 +132,7 @@ def keys_in(store: dist.Store) -> list[str]:
 
 
 def keys_of_verdicts(store: dist.Store) -> set[str]:
-    """What verdicts, and those who know them, have left in a store."""
+    """The keys that verdicts, and the ranks that know them, have left in a store."""
     return {key for key in keys_in(store) if "verdict" in key or "known" in key}
 
 
@@ -242,11 +242,11 @@ def thread_states(pid: int) -> set[str]:
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """Give a process no time meanwhile."""
+    """Stop a process for the duration of the block."""
     store: Any = bare(store_of(dist.group.WORLD))
     with Path(store.path).open("rb") as file:
-        # Each look at the world's store locks its file: no process may be stopped in one, or this
-        # one's looks would wait for it.
+        # Each access to the world's store locks its file. A process stopped during one would block
+        # this process's accesses.
         fcntl.flock(file, fcntl.LOCK_EX)
         os.kill(pid, signal.SIGSTOP)
         wait_until(lambda: thread_states(pid) == {"T"}, "all of its threads to stop")
@@ -257,14 +257,14 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 class Held:
-    """Something that can be watched, too large to wait for the garbage collector."""
+    """An object for weak references, too large to wait for the garbage collector."""
 
     def __init__(self) -> None:
         self.tensor = torch.ones(100_000)
 
 
 class RefusesToPickle:
-    """Raises what it was given when it is to be sent."""
+    """Raises the given error when it is pickled."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -274,7 +274,7 @@ class RefusesToPickle:
 
 
 class RefusesToArrive:
-    """Can be sent, and raises on the ranks that it names when it arrives there."""
+    """Can be sent, and raises on the named ranks when it is unpickled."""
 
     def __init__(self, *ranks: int) -> None:
         self.ranks = ranks
@@ -286,5 +286,5 @@ class RefusesToArrive:
 
 
 def exit_at_once() -> NoReturn:
-    """End this process as a crash would: no destructors, no goodbyes."""
+    """End this process as a crash would: no destructors, no farewells."""
     os._exit(1)

@@ -1,4 +1,4 @@
-"""What tests of operations in flight share."""
+"""Shared by tests of outstanding operations."""
 
 import contextlib
 import threading
@@ -16,13 +16,13 @@ LIMIT_S = PATIENCE_S
 
 
 def own(name: str, group: dist.ProcessGroup | None = None) -> Any:
-    """What this rank gives to an operation."""
+    """The object that this rank contributes to an operation."""
     mine = objcomm.rank(group)
     return mine * 10 + 1 if name.endswith("scalar") else {"from": mine, "raw": bytes([mine]) * 40}
 
 
 def lines() -> list[threading.Thread]:
-    """The threads that carry asynchronous calls out."""
+    """The threads that carry out asynchronous calls."""
     return [each for each in threading.enumerate() if each.name.startswith("objcomm-line")]
 
 
@@ -36,7 +36,7 @@ def meanwhile(body: Callable[[], object]) -> Iterator[None]:
 
 
 def soon(work: Work[Any]) -> BaseException:
-    """The error of a work that fails."""
+    """The error of a failing work."""
     error: BaseException = error_in(objcomm.ObjcommError, work.wait)
     return error
 

@@ -1,4 +1,4 @@
-"""Objects of which ranks of one host hand most over to each other, and calls that carry them."""
+"""Objects mostly handed over between ranks of one host, and calls that carry them."""
 
 import re
 from collections.abc import Callable
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 def table(owner: int) -> dict[str, Any]:
-    """An object of which most is handed over, in members of every kind; one is not worth it."""
+    """An object with members of every kind, all handed over but one that is too small."""
     return {
         "tensor": torch.full((500_000,), float(owner)),
         "strided": torch.arange(600_000).view(2, -1).t() + owner,
@@ -32,7 +32,7 @@ def at_root(obj: Any) -> Any:
 
 
 CALLS: dict[str, Callable[[int, int], tuple[Any, Any]]] = {
-    # What a call returns on this rank, and what it should.
+    # The result of a call on this rank, and the expected one.
     "broadcast": lambda _, size: (objcomm.broadcast(table(9), src=size - 1), table(9)),
     "scatter": lambda rank, size: (
         objcomm.scatter(at_root([table(each) for each in range(size)])),
@@ -58,13 +58,13 @@ CALLS: dict[str, Callable[[int, int], tuple[Any, Any]]] = {
 
 
 def pss_nbytes() -> int:
-    """This process's memory, of which it counts a fraction where others share it.
+    """This process's memory, counting a fraction of shared pages.
 
     Without the pages of files: of torch's it counts more whenever another process ends.
     """
     told = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
     found = re.findall(r"^Pss_(?:Anon|Shmem): +(\d+) kB", told, re.MULTILINE)
-    if not found:  # an older kernel tells the sum alone
+    if not found:  # an older kernel only reports the sum
         found = re.findall(r"^Pss: +(\d+) kB", told, re.MULTILINE)
     assert found
     return sum(map(int, found)) << 10

@@ -1,4 +1,4 @@
-"""What objcomm logs, collected by a handler of its logger."""
+"""The log records of objcomm, collected by a handler of its logger."""
 
 import contextlib
 import logging
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 class Collecting(logging.Handler):
-    """Keeps what it gets.
+    """Keeps the records it receives.
 
     Attributes:
         records: all of them.
@@ -21,12 +21,12 @@ class Collecting(logging.Handler):
         self.told: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one."""
+        """Keep a record."""
         self.records.append(record)
         self.told.append(record.getMessage())
 
     def texts(self, level: int) -> list[str]:
-        """What was said of the world's group; those of other tests may still be ending."""
+        """Messages about the world's group; groups of other tests may still be ending."""
         world = (dist.group.WORLD or dist.ProcessGroup).group_name
         found = [each for each in self.records if vars(each)["group"] == world]
         return [each.getMessage() for each in found if each.levelno == level]

@@ -1,4 +1,4 @@
-"""What tests of groups made of groups share."""
+"""Shared by tests of groups created from groups."""
 
 from datetime import timedelta
 from typing import Any
@@ -15,5 +15,5 @@ def members(group: Any) -> list[int]:
 
 
 def create_briefly(*given: Any, **options: Any) -> Any:
-    """As `create`, with the shortest limit: over a FileStore torch waits for whole seconds."""
+    """`create` with the shortest timeout: over a FileStore torch waits for whole seconds."""
     return create(*given, **options | {"limit": timedelta(seconds=1)})

@@ -48,14 +48,14 @@ def _reduce_and_broadcast(obj: Any, **options: Any) -> Any:
 def _sendrecv(obj: Any, **options: Any) -> Any:
     group = options.get("group")
     rank, size = objcomm.rank(group), objcomm.world_size(group)
-    if rank < 0:  # refused, whomever it names
+    if rank < 0:  # refused, whichever ranks it names
         return objcomm.sendrecv(obj, group_dst=0, group_src=0, **options)
     after, before = (rank + 1) % size, (rank - 1) % size
     return objcomm.sendrecv(obj, group_dst=after, group_src=before, **options)
 
 
 def _isend_and_irecv(obj: Any, **options: Any) -> Any:
-    """To oneself and from anybody, found by ``probe``."""
+    """Send to this rank and receive from any, found by ``probe``."""
     group = options.get("group")
     sending = objcomm.isend(obj, group_dst=max(0, objcomm.rank(group)), tag=11, **options)
     found = objcomm.probe(tag=11, group=group)
@@ -101,8 +101,8 @@ TO_ONE = {"gather", "gather_scalar", "reduce"}
 def is_told(name: str, failing: int, rank: int) -> bool:
     """Whether a rank raises where `failing` could not give its object, with default roots.
 
-    Whoever waits for that object does. A new operation in which only some ranks wait for another
-    says so here.
+    The ranks that wait for that object do. Add a new operation here if only some ranks wait for
+    another in it.
     """
     if rank == failing:
         return True

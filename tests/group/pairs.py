@@ -1,4 +1,4 @@
-"""What tests of messages from rank to rank share."""
+"""Shared by tests of point-to-point messages."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def swap(obj: Any, **options: Any) -> Any:
 
 
 def assert_pair_works(group: dist.ProcessGroup | None = None) -> None:
-    """Ranks 0 and 1 still talk, with small and large messages."""
+    """Check that ranks 0 and 1 can exchange small and large messages."""
     if here().rank < 2:
         other = 1 - here().rank
         for obj in (here().rank, bytes([here().rank]) * 200_000):

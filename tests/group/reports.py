@@ -1,4 +1,4 @@
-"""What tests share that read what objcomm logs of long waits."""
+"""Shared by tests that read what objcomm logs about long waits."""
 
 import logging
 import threading
@@ -19,7 +19,7 @@ def logged() -> Iterator[list[str]]:
 
 
 def told_when(is_told: Callable[[], object], topic: str) -> threading.Thread:
-    """A thread that says to the other ranks that this one has been told what it waits for."""
+    """A thread that notifies the other ranks once this one has seen the report."""
 
     def tell() -> None:
         wait_until(is_told, "the report")

@@ -1,4 +1,4 @@
-"""No program ends as if all was well whose ranks made different calls, and every other one does."""
+"""A program exits with an error if its ranks made different calls, and only then."""
 
 import itertools
 import random
@@ -50,11 +50,11 @@ def _calls(world: int) -> dict[str, str]:
 
 
 def _differing(world: int) -> Iterator[tuple[str, list[str]]]:
-    """Every pair of calls, one of them made by each rank in turn and the other by all others."""
+    """Every pair of calls, one made by a single rank and the other by the rest."""
     calls = _calls(world)
     for (one, own), (other, theirs) in itertools.permutations(calls.items(), 2):
         if one.removeprefix("large ") == other.removeprefix("large "):
-            continue  # what is sent is for its root to say
+            continue  # only the root decides what is sent
         for rank in range(world):
             if world == 2 and rank:  # the same as another pair
                 continue
@@ -75,7 +75,7 @@ def _all(ranks: list[Ending]) -> list[int]:
 
 
 def test_ranks_that_made_different_last_calls_do_not_all_end_well() -> None:
-    chosen = random.Random(46)  # any will do
+    chosen = random.Random(46)  # any seed will do
     cases = [each for world in (2, 3) for each in chosen.sample(list(_differing(world)), 5)]
     bodies = [
         "objcomm.broadcast('x', src=rank)",
@@ -98,7 +98,7 @@ def test_a_thread_that_makes_no_calls_hides_no_call_that_was_forgotten() -> None
 
 
 def test_both_lines_are_named_and_a_ranks_own_error_stays() -> None:
-    both = "objcomm.broadcast('x', src=rank)\ndist.barrier()"  # torch's: neither ends before
+    both = "objcomm.broadcast('x', src=rank)\ndist.barrier()"  # torch's: neither rank exits earlier
     failing = "if rank == 0: objcomm.broadcast('x')\nelse: raise ValueError('its own')"
     differing, failed = run_to_the_end([Program([both] * 2), Program([failing] * 2)])
     assert _all(differing) == [120, 120]
@@ -112,7 +112,7 @@ def test_both_lines_are_named_and_a_ranks_own_error_stays() -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_rank_that_left_before_a_call_is_named_with_its_last_line(world: int) -> None:
-    """Not the connections that it has closed: they are how the others find out, and no reason."""
+    """The error names the last call, not the closed connections that revealed the exit."""
     fewer = f"for _ in range(1 + (rank != {world - 1})):\n    objcomm.all_gather(0)"
     last = "objcomm.barrier()\nif rank == 0: objcomm.gather(0)\nelse:\n    objcomm.shutdown()"
     used_nothing = "if rank == 0: objcomm.barrier()\nelse: objcomm.shutdown()"
@@ -123,7 +123,7 @@ def test_a_rank_that_left_before_a_call_is_named_with_its_last_line(world: int) 
     for each in uneven[:-1]:
         assert f"to rank {world - 1} ended: {made}" in each.said
         assert each.said.endswith("; this is call 1\n")
-    # Those that have left by then: the last of them may be a moment later.
+    # The ranks that have left by then; the last one may leave a moment later.
     has_left = r"(it has|they have) left \(objcomm\.shutdown at program\.py"
     others = rf"to ranks? [1-{world - 1}, -]+ ended: {has_left}"
     for ranks, before in (
@@ -199,7 +199,7 @@ def test_ranks_that_made_the_same_calls_end_well() -> None:
 
 
 def test_a_rank_that_has_given_its_part_may_end_long_before_another_comes() -> None:
-    """It has come to its end, and is not dead: the third rank's gift is still awaited."""
+    """It has exited normally and is not dead; the root still awaits the third rank's object."""
     bodies = ["objcomm.gather(rank)", "objcomm.reduce('x', lambda a, b: a + b)"]
     late = _LATE.format(late=1).replace("1.5", "3")
     links: list[dict[str, str]] = [{}, {"OBJCOMM_TRANSPORT": "gloo"}]
@@ -223,7 +223,7 @@ def test_an_exit_handler_from_before_the_import_may_call() -> None:
 def test_a_rank_that_computes_names_the_dead_rank_though_another_has_ended(
     link: dict[str, str],
 ) -> None:
-    """Rank 0 ends by its error, and the store ends with it."""
+    """Rank 0 exits with its error, and the store goes with it."""
     body = """
 objcomm.barrier()
 if rank == 2: os.kill(os.getpid(), 9)
@@ -232,7 +232,7 @@ try: objcomm.barrier()
 except objcomm.TransportError as error: print(error.peers)
 """
     (ranks,) = run_to_the_end([Program([body] * 3, link)])
-    # torch may write, too, where the store has ended.
+    # torch may also print something if the store is gone.
     named = [[line for line in each.said.splitlines() if line.startswith("(")] for each in ranks]
     assert named == [["(2,)"], ["(2,)"], []], ranks
 

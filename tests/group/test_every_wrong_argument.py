@@ -1,4 +1,4 @@
-"""Every public function and parameter: a wrong value is named with its call and its argument."""
+"""For every public function and parameter, the error names the call, argument and value."""
 
 import inspect
 import math
@@ -17,7 +17,7 @@ from tests.ranks import ranks
 
 A_RANK = ["gloo", 1.5, True, 99]
 A_TAG = ["x", -1, 1.5, True]
-#: For each parameter what no function accepts there.
+#: For each parameter, values that no function accepts.
 WRONG: dict[str, list[Any]] = {
     "accept": [3, [3], [b"pickle"]],
     "allow": [3, [3], ["no.such_class"]],
@@ -55,9 +55,9 @@ ELSEWHERE = {
     "init": "a world of one has nothing to choose: tests/unit/test_backends.py, test_start.py",
     "codecs.register_codec": "its codec= is no name; see below",
 }
-#: These never raise: where nothing is such a group this process has no rank in it, -1.
+#: These never raise: this process has rank -1 in anything that is not a group.
 ANSWERS = {"is_main", "rank", "rank_prefixed_message", "world_size"}
-#: How a function is called that is another's name.
+#: Aliases, with the function name that their errors show.
 IS = {"ddp_broadcast": "broadcast"}
 
 

@@ -1,4 +1,4 @@
-"""The counters as Prometheus and TensorBoard take them, read back by their own code."""
+"""The counters exported to Prometheus and TensorBoard, read back by their own parsers."""
 
 import contextlib
 import threading
@@ -28,7 +28,7 @@ FIELDS = {
 
 
 def parsed(text: str) -> dict[str, dict[tuple[str, ...], float]]:
-    """Samples by metric, then by operation, group, rank and whatever else."""
+    """Samples by metric, then by operation, group, rank and any further labels."""
     families = list(text_string_to_metric_families(text))
     assert [each.name for each in families] == list(FIELDS)
     for each in families:
@@ -66,7 +66,7 @@ def test_prometheus_reads_all_counters_of_all_groups() -> None:
 
 @contextlib.contextmanager
 def only(*recorders: Recorder) -> Iterator[None]:
-    """Let no groups but these have been used, the one of a process by itself included."""
+    """Pretend that only these groups have been used, not even the one of a single process."""
     with mock.patch("objcomm._observe.stats.known_recorders", return_value=recorders):
         yield
 
@@ -128,7 +128,7 @@ def test_counters_may_be_read_while_a_call_waits() -> None:
 
 
 class Scalars:
-    """As much of a ``SummaryWriter`` as is needed."""
+    """The part of ``SummaryWriter`` that the exporter needs."""
 
     def __init__(self) -> None:
         self.values: dict[str, tuple[float, int]] = {}

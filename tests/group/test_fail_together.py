@@ -1,6 +1,6 @@
 """``fail_together``: an error on one rank reaches the others wherever they wait.
 
-No test sets a time limit for its calls: without the watchdog they would wait half an hour.
+No test sets a timeout for its calls: without the watchdog they would wait half an hour.
 """
 
 import contextlib
@@ -111,7 +111,7 @@ def test_an_error_that_cannot_be_described_reaches_the_others_all_the_same(name:
 
 @ranks(2, 4)
 def test_an_error_reaches_ranks_in_different_operations() -> None:
-    """Each rank waits in another call; the last one waits for one that waits."""
+    """The ranks wait in different calls, and some wait for a rank that is itself waiting."""
     with subgroup(0, 1) as pair:
         objcomm.barrier()
 
@@ -151,7 +151,7 @@ def test_a_rank_that_computes_hears_of_it_in_its_next_call() -> None:
 @ranks(2)
 def test_ranks_that_failed_both_hear_of_one() -> None:
     def both_fail() -> None:
-        tell_all("inside", "")  # who comes later hears of the other's failure as it enters
+        tell_all("inside", "")  # a rank that enters later would see the other's failure on entry
         fail()
 
     error = raises_together(both_fail)
@@ -242,7 +242,7 @@ def test_a_group_that_was_first_used_in_a_failed_block_works_afterwards(failing:
             objcomm.fail_together(),
         ):
             body()
-        # The others may still be on their way to meet in the group when this rank comes there.
+        # The others may not have reached the meeting of the group when this rank does.
         assert objcomm.all_gather(rank, group=group) == list(range(size))
 
 
@@ -279,7 +279,7 @@ def test_who_hears_of_a_failed_block_outside_of_it_leaves_no_keys_behind() -> No
         raises_together(fail)
         say("rank 1 has failed")
     else:
-        hear("rank 1 has failed")  # nobody waits for anybody where a block begins
+        hear("rank 1 has failed")  # entering a block does not wait for other ranks
         with pytest.raises(CollectiveError, match="no such shard"):
             objcomm.barrier()
     assert_group_works()

@@ -1,4 +1,4 @@
-"""One rank fails: who hears of it, what they are told, and that the group works on."""
+"""One rank fails: which ranks raise, what the error reports, and that the group keeps working."""
 
 import itertools
 import threading
@@ -177,7 +177,7 @@ def test_a_scatter_of_no_sequence_fails_every_rank_alike(objs: Any) -> None:
 
 
 class UnprintableError(Exception):
-    """An exception whose text cannot be had."""
+    """An exception whose ``str`` raises."""
 
     def __str__(self) -> str:
         raise RuntimeError("no text")

@@ -98,7 +98,7 @@ def test_a_class_of_the_running_script_keeps_its_identity() -> None:
 
 @ranks(2)
 def test_a_shard_of_a_distributed_tensor_is_refused_with_advice() -> None:
-    # Takes most of a second, in each of the processes that import this module.
+    # Takes most of a second in each process that imports this module.
     from torch.distributed.tensor import Shard, distribute_tensor  # noqa: PLC0415
 
     shard = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
@@ -108,7 +108,7 @@ def test_a_shard_of_a_distributed_tensor_is_refused_with_advice() -> None:
 
 
 class Rare:
-    """A class that one rank registers, for good."""
+    """A class that one rank registers permanently."""
 
 
 @ranks(2)

@@ -34,7 +34,7 @@ def test_the_first_rank_goes_first(name: str) -> None:
         if rank == 0:
             is_prepared.unlink()
         objcomm.barrier()
-    # Nested, the inner ones wait for nobody; also both kinds, on one host.
+    # Nested inner blocks wait for no rank, also when both kinds are mixed on one host.
     objcomm.node_group()
     for inner in BLOCKS.values():
         with block(), inner(), block():
@@ -134,7 +134,7 @@ def test_an_error_in_a_block_is_raised_on_all(name: str) -> None:
     if last > 1:
         raised_together(lambda: fails_on(1, 2), 1, 2, operation=name)
         assert_group_works()
-    # Its own interrupt stays itself; nested blocks tell the outer one.
+    # A rank raises its own interrupt unchanged; nested blocks report to the outer one.
     with pytest.raises((OwnInterrupt, CollectiveError)) as caught, block():
         entered.append(fail(OwnInterrupt()) if rank == 0 else rank)
     assert isinstance(caught.value, OwnInterrupt) == (rank == 0)
@@ -201,7 +201,7 @@ def test_hosts_are_asked_for_once_on_each_lane() -> None:
 
 @ranks(4)
 def test_blocks_of_hosts() -> None:
-    """Two hosts of two ranks: told, because there is one here."""
+    """Two simulated hosts of two ranks each, because the test runs on one host."""
     rank = here().rank
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("objcomm._collectives.split.machine", lambda: f"host {rank // 2}")

@@ -1,4 +1,4 @@
-"""Calls from a signal's handler that has interrupted another call on its own thread."""
+"""Calls from a signal handler that interrupted another call on the same thread."""
 
 import contextlib
 import functools
@@ -25,9 +25,9 @@ from tests.public_names import FUNCTIONS
 from tests.ranks import ranks
 
 _TICK_S = 0.002
-#: These begin or end the world.
+#: These create or destroy the world.
 _NO_CALLS = {"init", "launch", "shutdown"}
-#: These make no traffic, and always work.
+#: These cause no traffic and always succeed.
 LOCAL = {
     "exporters.stats_to_prometheus",
     "from_tensor",
@@ -40,12 +40,12 @@ LOCAL = {
     "to_tensor",
     "world_size",
 }
-#: These are from rank to rank: what they wait for need not come.
+#: Point-to-point calls: the message that they wait for may never come.
 _P2P = {
     *("improbe", "iprobe", "irecv", "isend", "issend", "mprobe", "probe", "recv", "send"),
     *("sendrecv", "ssend"),
 }
-#: These act on what they are given only, or make a decorator.
+#: These only use their arguments or return a decorator.
 _ELSE = {
     *("as_completed", "check", "codecs.register_codec", "exporters.stats_to_tensorboard"),
     *("is_main", "loader", "main_process_only", "once_per_node", "register", "reset_stats"),
@@ -55,12 +55,12 @@ COLLECTIVE = sorted(set(FUNCTIONS) - _NO_CALLS - LOCAL - _P2P - _ELSE)
 
 
 class Handler:
-    """Makes one public call after another, each time that it is called.
+    """Make the next public call each time it is called.
 
     Attributes:
-        outcomes: how often each has worked, or was refused.
+        outcomes: how often each call succeeded or was refused.
         sent: messages sent to the next rank.
-        errors: of calls that neither worked nor were refused.
+        errors: those of calls that neither succeeded nor were refused.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Handler:
             return
         is_alone = objcomm.world_size() == 1
         if name in COLLECTIVE and not is_alone and not is_in_call():
-            return  # the other ranks make no such call
+            return  # the other ranks do not make this call
         try:
             if name in _P2P:
                 self._message(name)
@@ -168,7 +168,7 @@ def at_some_lines(
 
 
 def calls() -> dict[str, Callable[[], object]]:
-    """What is interrupted."""
+    """The call that is interrupted."""
     large = "x" * 300_000
     found: dict[str, Callable[[], object]] = {
         name: functools.partial(call, 1.0 if "scalar" in name else "x" * 100)
@@ -182,7 +182,7 @@ def calls() -> dict[str, Callable[[], object]]:
 
 
 def assert_all_is_well(handler: Handler) -> None:
-    """Nothing is left over, and what the handlers sent has come."""
+    """Check that nothing is left over and that the messages of the handlers have arrived."""
     assert not handler.errors, handler.errors[0]
     rank, size = objcomm.rank(), objcomm.world_size()
     counts = objcomm.all_gather(handler.sent)
@@ -228,7 +228,7 @@ def test_so_it_may_before_each(every: int) -> None:
 
 @ranks(1)
 def test_a_handler_may_wait_for_a_thread_that_ends_the_work_it_has_interrupted() -> None:
-    """Before whichever line of the wait it comes, those of futures too."""
+    """At any line of the wait, those of futures included."""
     for line in itertools.count(1):
         received = objcomm.irecv(0, tag=1)
         called: list[object] = []

@@ -1,4 +1,4 @@
-"""Which rank is main: without a world, before it is joined, and of its host."""
+"""Which rank is main: without a world, before joining it, and within a host."""
 
 import os
 from collections.abc import Callable
@@ -30,9 +30,9 @@ def test_without_torch_distributed_all_is_the_same() -> None:
     assert objcomm.rank_prefixed_message("text") == "text"
     assert objcomm.is_main(scope="node")
     with pytest.raises(UsageError, match="pass scope='node'"):
-        objcomm.is_main("node")  # type: ignore[arg-type]  # that is the question
+        objcomm.is_main("node")  # type: ignore[arg-type]  # tested on purpose
     with pytest.raises(UsageError, match="neither 'world' nor 'node'"):
-        objcomm.is_main(scope="host")  # type: ignore[arg-type]  # that is the question
+        objcomm.is_main(scope="host")  # type: ignore[arg-type]  # tested on purpose
 
 
 @solo(environment={"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"})
@@ -53,7 +53,7 @@ def test_a_job_that_has_not_begun_is_no_world_of_one() -> None:
 
 @ranks(2, environment={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
 def test_variables_that_are_the_same_on_all_ranks_make_no_second_main() -> None:
-    """A shell that a launcher started, and from which ranks were started by hand."""
+    """A launcher started the shell from which the ranks were started by hand."""
     rank = here().rank
     ran: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Which lane a call is made on, and which names two lanes may have."""
+"""The lane that a call uses, and the names that two lanes may have."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Nobody's program goes on while another rank may still be connecting."""
+"""No rank continues while another may still be connecting."""
 
 import os
 from typing import Any
@@ -15,7 +15,7 @@ from tests.workers import here
 @ranks(2, joined=False)
 def test_init_returns_when_all_ranks_have_connected() -> None:
     rank = here().rank
-    connect = init._connect  # noqa: SLF001  # what happens meanwhile
+    connect = init._connect  # noqa: SLF001  # runs during the connecting
 
     def connect_slowly(limit: Any) -> None:
         connect(limit)

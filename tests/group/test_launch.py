@@ -32,19 +32,19 @@ _DEADLINE_S = 150.0
 
 
 class Sample:
-    """A class that both sides import."""
+    """A class that parent and rank import."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 def assert_ended(pids: list[int]) -> None:
-    """Wait a little: the kernel ends a process after the one that it belongs to."""
+    """Wait until the processes are gone; the kernel ends them only after their parent."""
     wait_until(lambda: not any(map(is_alive, pids)), f"the end of processes {pids}")
 
 
 def await_paths(*paths: Path) -> None:
-    """Wait until other ranks have left all of these."""
+    """Wait until other ranks have created all of these."""
     wait_until(lambda: all(path.exists() for path in paths), "other ranks", _DEADLINE_S)
 
 
@@ -128,7 +128,7 @@ def _answers_over_ipv6() -> bool:
 
 
 def test_no_name_has_to_be_looked_up_of_ranks_that_meet() -> None:
-    """On a socket for both families torch would ask for that of ``::ffff:127.0.0.1``."""
+    """On a dual-stack socket torch would look up the name of ``::ffff:127.0.0.1``."""
     answers = objcomm.launch(_answers_over_ipv6, 1, joined=False, timeout=_DEADLINE_S)
     assert answers == [False]
 
@@ -143,7 +143,7 @@ def test_a_number_of_threads_that_is_set_is_every_ranks(monkeypatch: pytest.Monk
 
 
 class SlowToTellError(Exception):
-    """Takes longer to say what happened than others would to hear that its rank has left."""
+    """Takes longer to describe than the others take to notice that its rank has left."""
 
     def __str__(self) -> str:
         time.sleep(1)
@@ -170,7 +170,7 @@ def test_all_ranks_failures_are_one_error_that_pickles(
                 (tmp_path / "heard").touch()
         return threading.Lock()
 
-    # Nobody has to be ended here, however slow the machine is.
+    # No process needs to be killed here, however slow the machine is.
     monkeypatch.setattr(launch, "_GRACE_SECONDS", _DEADLINE_S)
     with pytest.raises(LaunchError) as caught:
         objcomm.launch(fail, 4)
@@ -182,19 +182,19 @@ def test_all_ranks_failures_are_one_error_that_pickles(
     assert error.failures[1].message.endswith("ended by SIGKILL")
     assert error.failures[2].type_name == "objcomm.TransportError"
     assert "pickle" in error.failures[3].message  # a lock stays where it is
-    assert next(iter(error.failures)) == 1  # nobody told of it, so nobody was sooner
-    assert list(error.failures)[-1] == 2  # what was heard of others is no cause
+    assert next(iter(error.failures)) == 1  # no rank reported it, so none was earlier
+    assert list(error.failures)[-1] == 2  # an error received from another rank is not a cause
     for told in ("SlowToTellError: no batches", "Traceback of rank 0", "Traceback of rank 2"):
         assert told in str(error)
     assert_ended([int((tmp_path / str(rank)).read_text()) for rank in range(4)])
 
 
-@pytest.mark.long  # what ranks tell is put in order above, too
+@pytest.mark.long  # the ranks' reports are also sorted above
 def test_the_failure_that_caused_others_comes_first() -> None:
     def work() -> None:
         if objcomm.rank() == 1:
             raise SlowToTellError
-        dist.barrier()  # torch's own: whether it is a cause, only the time can tell
+        dist.barrier()  # torch's own: only its time shows whether it is a cause
 
     with pytest.raises(LaunchError) as caught:
         objcomm.launch(work, 2, timeout=_DEADLINE_S)
@@ -206,7 +206,7 @@ def test_the_failure_that_caused_others_comes_first() -> None:
 def test_who_has_told_and_is_slow_to_end_comes_before_who_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_GRACE_SECONDS", 1.0)  # it counts from what was told
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 1.0)  # counted from the report
 
     def work() -> None:
         if int(os.environ["RANK"]) == 0:
@@ -254,11 +254,11 @@ def test_what_a_rank_heard_of_others_is_no_cause(error: BaseException) -> None:
 def test_a_rank_may_exit_and_time_may_run_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "_GRACE_SECONDS", 1.0)  # it counts from the exit
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 1.0)  # counted from the exit
 
     def stay() -> None:
         threading.main_thread().join()
-        (tmp_path / "left").touch()  # so the result is told
+        (tmp_path / "left").touch()  # so the result is reported
         time.sleep(1000)
 
     def leave() -> None:
@@ -266,9 +266,9 @@ def test_a_rank_may_exit_and_time_may_run_out(
         rank = int(os.environ["RANK"])
         if rank == 0:
             thread = threading.Thread(target=stay)
-            thread.start()  # keeps the process, and does not cost the result
+            thread.start()  # keeps the process alive without losing the result
         else:
-            await_paths(tmp_path / "left")  # else rank 0 might be ended before it is through
+            await_paths(tmp_path / "left")  # else rank 0 might be killed before it finishes
         sys.exit(3 * rank)
 
     with pytest.raises(LaunchError, match="SystemExit: 3") as caught:
@@ -336,10 +336,14 @@ print([type(each) is Own and each.value for each in results])
 """
 
 
-@pytest.mark.long  # a block of the documentation launches what stands in ``__main__``, too
+@pytest.mark.long  # an example in the documentation also launches a function of ``__main__``
 def test_what_stands_in_main_goes_to_the_ranks_and_back() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", f"exec({textwrap.dedent(_SCRIPT)!r})"],  # no file holds its main
+        [
+            sys.executable,
+            "-c",
+            f"exec({textwrap.dedent(_SCRIPT)!r})",
+        ],  # its main module has no file
         capture_output=True,
         text=True,
         timeout=_DEADLINE_S,
@@ -349,7 +353,7 @@ def test_what_stands_in_main_goes_to_the_ranks_and_back() -> None:
 
 
 def _launch_and_wait(folder: Path) -> None:
-    """Be a program that is ended while its rank waits; forked, so that it need not import torch."""
+    """Run a program that is killed while its rank waits; forked to avoid importing torch."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""What is let go at once, where only the garbage collector might have it otherwise."""
+"""Objects that are freed immediately instead of by the garbage collector."""
 
 import gc
 import signal
@@ -31,7 +31,7 @@ def no_collector() -> Iterator[None]:
 
 
 class Unsendable:
-    """Raises an error that nobody else has."""
+    """Raises an error that only it refers to."""
 
     def __reduce__(self) -> NoReturn:
         raise ValueError("by design")
@@ -50,13 +50,13 @@ def test_what_could_not_be_sent_is_let_go() -> None:
 
 
 class Plain:
-    """Something that a weak reference can watch."""
+    """An object that supports weak references."""
 
 
 @ranks(2)
 def test_what_an_asynchronous_call_has_sent_is_let_go_before_its_work_has_ended() -> None:
-    """Not afterwards, when the lane's thread comes to it."""
-    objcomm.barrier()  # a first call waits for all ranks, also where it is asynchronous
+    """Not later, when the lane's thread gets to it."""
+    objcomm.barrier()  # a first call waits for all ranks, even an asynchronous one
     if here().rank == 0:
         hear("somebody looks")
         objcomm.gather(Plain(), confirm=True)
@@ -66,7 +66,7 @@ def test_what_an_asynchronous_call_has_sent_is_let_go_before_its_work_has_ended(
             kept = weakref.ref(mine)
             work = objcomm.gather(mine, confirm=True, async_op=True)
             del mine
-            future = work._future  # noqa: SLF001  # nothing else tells in the very moment
+            future = work._future  # noqa: SLF001  # nothing else shows the exact moment
             future.add_done_callback(lambda _: seen.append(kept()))
             say("somebody looks")
             assert work.wait() is None
@@ -93,7 +93,7 @@ def test_a_message_that_was_taken_in_is_let_go() -> None:
         return sum(type(each) is Arrived for each in gc.get_objects())
 
     other, before = 1 - here().rank, messages()
-    work = objcomm.irecv(other)  # so that it waits when the message comes
+    work = objcomm.irecv(other)  # so that it is waiting when the message arrives
     objcomm.barrier()
     objcomm.send("small", other)
     assert work.wait() == "small"
@@ -113,7 +113,7 @@ def test_connections_of_a_destroyed_group_are_closed_without_the_collector() -> 
     with no_collector():
         before = open_files()
         use_and_destroy(6)
-        # Gloo closes in a thread of its own, so the last group's may still be there.
+        # Gloo closes in a separate thread, so the last group's sockets may still be open.
         wait_until(lambda: open_files() <= before + 3, f"no more than {before} descriptors")
 
 
@@ -131,8 +131,8 @@ def test_signals_go_where_they_went_before_a_call() -> None:
 
 @ranks(2, environment=OVER_GLOO)  # whose waits need it
 def test_where_signals_went_may_be_closed_by_its_owner() -> None:
-    """A library that sets it may close it without taking it back; that is no matter of a call."""
-    assert_group_works()  # a new connection might get its number
+    """A library may close the file descriptor it set; that must not affect a call."""
+    assert_group_works()  # a new connection might reuse its number
     near, far = socket.socketpair()
     far.setblocking(False)  # noqa: FBT003  # socket's own signature
     with near:

@@ -1,4 +1,4 @@
-"""What the library holds on to: nothing that was sent, received or destroyed."""
+"""The library keeps no reference to anything sent, received or destroyed."""
 
 import gc
 import weakref
@@ -27,7 +27,7 @@ def test_neither_what_was_sent_nor_what_arrived_is_kept(name: str) -> None:
         got: Any = OPERATIONS[name](mine)
         several = got if isinstance(got, list) else [got]
         kept = [weakref.ref(obj) for obj in (mine, *several) if obj is not None]
-        # Another call, because the last one's messages might be the ones that are kept.
+        # Make another call, because the messages of the last one might be kept.
         objcomm.barrier()
         del mine, got, several
         assert [ref() for ref in kept] == [None] * len(kept)
@@ -67,7 +67,7 @@ def test_a_destroyed_group_leaves_no_socket_and_no_thread() -> None:
         return open_files(), len(list(Path("/proc/self/task").iterdir()))
 
     def is_as_before() -> bool:
-        """Gloo closes in a thread of its own, so the last group's may still be there."""
+        """Gloo closes in a separate thread, so the last group's may still be there."""
         now = kept()
         return now[0] <= sockets + 4 and now[1] <= threads + 2
 

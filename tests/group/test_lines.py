@@ -24,7 +24,7 @@ from tests.workers import here
 HERE = Path(__file__).name
 Options = dict[str, Any]
 
-#: The same call on two lines: what the first rank calls, and what the others do.
+#: The same call on two lines: the call of the first rank and that of the others.
 ON_TWO_LINES: dict[str, tuple[Callable[[Options], Any], Callable[[Options], Any]]] = {
     "broadcast": (
         lambda named: objcomm.broadcast(1, **named),
@@ -103,7 +103,7 @@ def _eager_sync_model(_: object, **options: Any) -> None:
         torch.zeros(1)
 
 
-#: Further operations with a name, called alike.
+#: More operations that take a name, called the same way.
 NAMED: dict[str, Callable[..., Any]] = OPERATIONS | {
     "agree": objcomm.agree,
     "any_rank": objcomm.any_rank,
@@ -131,13 +131,13 @@ NAMED: dict[str, Callable[..., Any]] = OPERATIONS | {
 
 @contextlib.contextmanager
 def _logged() -> Iterator[Collecting]:
-    """What is logged in a process to which no line is known."""
+    """The warnings of a process that has not yet seen any line."""
     with mock.patch.object(lines, "_known", set()), collected(logging.WARNING) as found:
         yield found
 
 
 def _desync_in(*calls: Callable[[], Any]) -> DesyncError:
-    """The error that one of these calls must raise; a rank that waits for none raises later."""
+    """The error that one of these calls must raise; a rank that waits for no other raises later."""
 
     def make_calls() -> None:
         for call in calls:
@@ -154,12 +154,12 @@ def _mine(kind: str, **named: Any) -> Callable[[], Any]:
 
 
 def _numbers(text: str) -> list[str]:
-    """The numbers of the lines of this file that a text names."""
+    """The line numbers of this file that a text mentions."""
     return re.findall(re.escape(HERE) + r":([0-9]+)", text)
 
 
 def _pair_by_mistake() -> list[tuple[str, int]]:
-    """The first rank makes a call more, and so gets another value than it asked for."""
+    """The first rank makes one call more and gets a value that it did not ask for."""
     rank = here().rank
     for step in range(3 if rank == 0 else 2):
         objcomm.all_gather(("step", step))
@@ -234,7 +234,7 @@ def test_a_broadcast_too_many_is_logged() -> None:
         if here().rank > 0:
             assert value == ("step", 2)
             objcomm.broadcast(None)
-        assert len(found.told) == (0 if here().rank == 0 else 2)  # the source hears of nobody
+        assert len(found.told) == (0 if here().rank == 0 else 2)  # the source waits for no rank
     objcomm.barrier()
 
 
@@ -264,7 +264,7 @@ def test_one_rank_that_checks_lines_is_enough() -> None:
 @ranks(2, environment={"OBJCOMM_CHECK": "lines"})
 def test_the_environment_can_ask_for_lines() -> None:
     objcomm.broadcast(1)
-    assert objcomm.stats()["broadcast"].exchanges == 1  # nobody meets before
+    assert objcomm.stats()["broadcast"].exchanges == 1  # no ranks have met before
     assert _desync_in(_mine("all_gather"), objcomm.barrier).reason == "other lines"
     assert_group_works()
     with objcomm.configure(check=False), _logged() as found:
@@ -306,7 +306,7 @@ def test_names_of_one_call_must_agree(operation: str) -> None:
     name = "for all but the last" if here().rank < here().world_size - 1 else "for the last"
     error = _desync_in(lambda: NAMED[operation](1, name=name), objcomm.barrier)
     assert error.reason == "other names"
-    # A rank that had returned is elsewhere by now.
+    # A rank that had returned has moved on by now.
     names = {each.name for each in error.positions.values()}
     assert {"for all but the last", "for the last"} == names - {""}
     assert "'for the last' (call " in str(error)
@@ -335,7 +335,7 @@ def test_the_name_of_an_operator_is_none_of_a_call() -> None:
 
 @ranks(2)
 def test_lines_of_blocks_are_those_of_their_beginning() -> None:
-    """However a rank leaves it."""
+    """Regardless of how a rank leaves the block."""
     with _logged() as found, objcomm.configure(check="lines"):
         assert _left(objcomm.fail_together) == here().rank
         assert _left(objcomm.main_first) == here().rank

@@ -1,4 +1,4 @@
-"""Each link against its contract, between real processes."""
+"""Check each link against its contract, between real processes."""
 
 import os
 from contextlib import AbstractContextManager
@@ -153,12 +153,12 @@ def local_link(members: tuple[int, ...]) -> Connections:
 
 
 def in_a_tree() -> AbstractContextManager[object]:
-    """A block in which few ranks of a host meet as many do: the others connect at first use."""
+    """Make a few ranks of a host meet as many would: the other pairs connect at first use."""
     return mock.patch.object(connecting, "_AT_ONCE_MAX", 1)
 
 
 def far_link(members: tuple[int, ...], hosts: int = 0) -> Connections:
-    """The same, as if each two ranks were on a host, or so many hosts took turns."""
+    """The same, as if each host had two ranks, or as if ranks alternated among `hosts` hosts."""
     host = here().rank % hosts if hosts else here().rank // 2
     with mock.patch.object(rendezvous, "machine", return_value=f"host{host}"):
         return _link(members, StreamLink)
@@ -167,7 +167,7 @@ def far_link(members: tuple[int, ...], hosts: int = 0) -> Connections:
 def _link(members: tuple[int, ...], kind: type[Connections]) -> Connections:
     store = dist.PrefixStore(
         f"test_links/{members}",
-        dist.distributed_c10d._get_default_store(),  # noqa: SLF001  # torch has no public way to ask
+        dist.distributed_c10d._get_default_store(),  # noqa: SLF001  # torch has no public way to query it
     )
     rank = here().rank
     with objcomm.configure(transport="gloo" if kind is GlooLink else "streams"):

@@ -1,4 +1,4 @@
-"""Who is alive is known by the processes: a death is heard of without any connection."""
+"""Liveness follows the processes: a death is detected without any connection."""
 
 import atexit
 import contextlib
@@ -43,7 +43,7 @@ KILLED, ENDED = "killed", "ended"
 
 
 def end_this_process(how: str) -> None:
-    """As a signal does, or as a program that has come to its end."""
+    """End as by a signal, or as a program that has finished."""
     if how == KILLED:
         os.kill(os.getpid(), signal.SIGKILL)
     atexit._run_exitfuncs()  # noqa: SLF001  # a process of multiprocessing's leaves without
@@ -51,13 +51,13 @@ def end_this_process(how: str) -> None:
 
 
 def error_of_a_loss(call: Callable[[], object]) -> Any:
-    """The error of a call that has lost a rank, with what the store knows of that, however late."""
+    """The error of a call that lost a rank, with what the store reports, however late."""
     with mock.patch.object(watchdog, "_INTERRUPT_SECONDS", PATIENCE_S):
         return error_in(TransportError, call)
 
 
 def assert_tells_of(rank: int, how: str, call: Callable[[], object]) -> None:
-    """The call raises, and names the rank whose process has ended."""
+    """Check that the call raises and names the rank whose process has ended."""
     error = error_of_a_loss(call)
     assert not isinstance(error, TransportTimeout), error
     assert error.peers == (rank,)
@@ -92,7 +92,7 @@ def test_the_end_of_a_rank_is_heard_of_in_the_first_use_of_another_group(how: st
 
 @ranks(2, expect_dead={1})
 def test_the_end_of_a_rank_that_never_used_objcomm_is_heard_of() -> None:
-    """Here torch's own connection tells; nothing has told who that process was."""
+    """Only torch's own connection reports it; the process was not known before."""
     if here().rank == 1:
         hear("rank 0 begins")
         end_this_process(ENDED)
@@ -104,7 +104,7 @@ def test_the_end_of_a_rank_that_never_used_objcomm_is_heard_of() -> None:
 
 @ranks(3, expect_dead={1})
 def test_a_first_use_to_which_a_rank_can_not_come_is_over_for_all_others_alike() -> None:
-    """One of them knows by torch's own connection; the other one would wait for it next time."""
+    """One of them learns it from torch's own connection; the other would wait in the next call."""
     tell_all("all are here", "")
     if here().rank == 1:
         end_this_process(KILLED)
@@ -114,7 +114,7 @@ def test_a_first_use_to_which_a_rank_can_not_come_is_over_for_all_others_alike()
 
 @ranks(3, expect_dead={1})
 def test_who_meets_hears_of_the_end_of_each_and_not_only_of_whom_it_awaits() -> None:
-    """Rank 2 awaits rank 0, which tells it nothing of rank 1."""
+    """Rank 2 awaits rank 0, which reports nothing about rank 1."""
     tell_all("all are here", "")
     if here().rank == 1:
         end_this_process(KILLED)
@@ -161,7 +161,7 @@ def test_what_a_rank_has_sent_before_its_end_reaches_who_is_slower_to_connect(ho
 
     def slow_forget(*args: Any) -> None:
         looks.acquire()
-        looks.acquire()  # so the first one has ended nothing
+        looks.acquire()  # so the first one has not ended the call
         rendezvous.forget(*args)
 
     with (
@@ -178,7 +178,7 @@ def test_what_a_rank_has_sent_before_its_end_reaches_who_is_slower_to_connect(ho
 
 
 class HeldUp:
-    """What a link's mover sleeps in; the main thread gets no turn after that for a while."""
+    """The poll that a link's mover sleeps in, with a pause for the main thread after it."""
 
     def __init__(self, events: Any, wait: Callable[[], object]) -> None:
         self._events, self._wait = events, wait
@@ -233,7 +233,7 @@ def on_another_host_without_a_store(mesh: Any) -> contextlib.ExitStack:
 
 @ranks(4, expect_dead={2})
 def test_a_rank_that_closes_its_connections_says_which_rank_has_died() -> None:
-    """One that can't find it out would take the closing rank for the dead one."""
+    """A rank that cannot find out would take the closing rank for the dead one."""
     objcomm.barrier()
     me = here().rank
     if me == 2:
@@ -270,7 +270,7 @@ def test_a_child_that_holds_a_dead_ranks_sockets_deceives_nobody() -> None:
 
 
 def keep_connections_only() -> None:
-    """Close all else: by the end of a pipe this rank's end is noticed."""
+    """Close everything else, because a closed pipe would reveal that this rank has ended."""
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             status = os.fstat(int(entry.name))
@@ -284,7 +284,7 @@ def keep_connections_only() -> None:
 
 
 def tell_all_but(rank: int, topic: str) -> None:
-    """Wait until the ranks but one have come here."""
+    """Wait until all ranks but one have arrived here."""
     say(f"{topic}{here().rank}")
     for other in range(here().world_size):
         if other != rank:
@@ -294,7 +294,7 @@ def tell_all_but(rank: int, topic: str) -> None:
 @pytest.mark.parametrize("nbytes", [4 << 20, 10])
 @ranks(2, expect_dead={1}, environment=OVER_GLOO)
 def test_a_send_that_gloo_forgets_is_given_up_when_its_receiver_has_died(nbytes: int) -> None:
-    """A quarter of plain kills leave a rank in such a wait, which nothing can wake."""
+    """A quarter of plain kills leave a rank in a wait like this, which nothing can wake."""
     objcomm.barrier()
     if here().rank == 1:
         hear("rank 0 is stuck")
@@ -326,7 +326,7 @@ def test_a_group_that_one_rank_has_destroyed_is_told_to_those_who_wait_in_it() -
     assert_group_works()
 
 
-# Who is named
+# The ranks that are named
 
 
 @ranks(3, expect_dead={1, 2})
@@ -345,7 +345,7 @@ def test_who_raises_because_another_died_is_not_the_one_that_is_named() -> None:
 
 @ranks(2, disposable=True)
 def test_a_main_thread_that_has_failed_is_told_though_another_thread_goes_on() -> None:
-    """Python waits for that one, for ever perhaps, before it ends the program."""
+    """Python waits for that thread before it exits, perhaps forever."""
     if here().rank == 0:
         objcomm.barrier()
         error = error_in(TransportError, lambda: objcomm.all_gather("a"))
@@ -375,7 +375,7 @@ def test_who_meets_others_when_the_stores_host_dies_blames_none_of_them() -> Non
     whole = resolve(groups[0])._whole  # noqa: SLF001  # nothing public says that it has the store
     told_when(lambda: whole.mesh is not None and whole.mesh.nonce, "rank 1 waits")
     for group in groups:  # the second has no connection to the store
-        error = error_in(TransportError, lambda: objcomm.all_gather("a", group=group))  # noqa: B023  # called at once
+        error = error_in(TransportError, lambda: objcomm.all_gather("a", group=group))  # noqa: B023  # called immediately
         assert error.peers == ()
         assert "the store where ranks meet is gone" in error.reason
         assert "; rank 0 of the world: its process, " in error.reason
@@ -384,7 +384,7 @@ def test_who_meets_others_when_the_stores_host_dies_blames_none_of_them() -> Non
 
 @ranks(3, expect_dead={0}, joined=False)
 def test_ranks_in_a_block_hear_of_a_death_though_the_store_died_with_that_rank() -> None:
-    """They wait for each other, and nobody is left who could ask them."""
+    """They wait for each other, and no rank is left to ask them."""
     place = here()
     join_over_tcp()
     objcomm.barrier()

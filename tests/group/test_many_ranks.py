@@ -1,4 +1,4 @@
-"""More ranks than one hop serves: the routes along trees. And five, which pair up in no way."""
+"""More ranks than one hop serves, so routes follow trees; and five, which do not pair up."""
 
 import itertools
 import threading
@@ -69,11 +69,11 @@ def check_that_failures_reach_the_leaves() -> None:
 
 
 def check_that_a_limit_names_who_is_missing() -> None:
-    """All pass it at once, and one of them asks where the others are."""
+    """All ranks reach it at the same time, and one asks where the others are."""
     ask = inquiry.expire
 
     def ask_when_all_wait(*given: Any) -> None:
-        """Who came when another's limit has passed would be missing, too."""
+        """A rank that arrived after another's timeout would be missing as well."""
         say(f"rank {objcomm.rank()} waits")
         for rank in {*range(9)} - {7}:
             hear(f"rank {rank} waits")

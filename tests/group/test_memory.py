@@ -1,4 +1,4 @@
-"""Bytes, exchanges and memory: what a call costs, and what its results share with anything."""
+"""What a call costs in bytes, exchanges and memory, and what memory its results share."""
 
 import contextlib
 import functools
@@ -177,7 +177,7 @@ def test_one_small_member_does_not_hold_on_to_a_large_one() -> None:
     )
     if objcomm.rank() == 1:
         assert got["tiny"].untyped_storage().nbytes() < 4096
-        assert not got["huge"].any()  # what nobody has looked at counts nowhere
+        assert not got["huge"].any()  # pages that were never touched are not counted
         before = resident_nbytes("VmRSS")
         del got["huge"]
         gc.collect()
@@ -192,7 +192,7 @@ def resident_nbytes(field: str) -> int:
 
 
 def peak_of(call: Callable[[], object]) -> tuple[int, object]:
-    """How far memory rose above its level before the call, and the call's result."""
+    """The rise of memory during the call, and the call's result."""
     call_before = resident_nbytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     result = call()
@@ -283,9 +283,9 @@ def test_a_call_leaves_nothing_for_the_garbage_collector(codec: str) -> None:
 
 @contextlib.contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Collect only when asked to, and look at nothing that is there already."""
+    """Collect garbage only when asked, and skip existing objects."""
     gc.collect()
-    gc.freeze()  # in a process that has imported much, a look at all takes a second
+    gc.freeze()  # with many imports, scanning all objects takes a second
     gc.disable()
     try:
         yield

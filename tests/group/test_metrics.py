@@ -60,7 +60,7 @@ def test_edge_cases_have_one_meaning_in_every_world() -> None:
     assert objcomm.metrics.average_metrics({}, count=0) == {}
     got = objcomm.metrics.average_metrics({"a": 1.0, "b": 2}, count=0)
     assert_same(got, {"a": math.nan, "b": math.nan})
-    # A rank without samples has no say, though its mean is nan.
+    # A rank without samples does not count, though its mean is nan.
     last = rank == size - 1
     mine = {"loss": 0.5 if last else math.nan}
     assert objcomm.metrics.average_metrics(mine, count=8 if last else 0) == {"loss": 0.5}
@@ -162,7 +162,7 @@ def test_functions_run_everywhere_and_one_rank_gets_what_they_return() -> None:
         assert_same(got, want if rank == dst else None)
     for number, scalar in enumerate(SCALARS):
         dst = number % size
-        scalars = metrics.gather_scalar_from_all_ranks(lambda: scalar, dst)  # noqa: B023  # at once
+        scalars = metrics.gather_scalar_from_all_ranks(lambda: scalar, dst)  # noqa: B023  # called immediately
         assert_same(scalars, [scalar] * size if rank == dst else None, sharing=False)
 
 

@@ -16,11 +16,11 @@ from tests.group.helpers import assert_group_works, subgroup
 from tests.ranks import ranks, solo
 from tests.same import assert_same
 
-LARGE = 200_000  # elements that travel by themselves, in several pieces
+LARGE = 200_000  # elements that travel separately, in several pieces
 
 
 def assorted(rank: int) -> dict[str, torch.Tensor]:
-    """Tensors of every kind that can be changed in place, other ones on each rank."""
+    """Tensors of every kind that can be changed in place, with different values on each rank."""
     leaf = torch.full((3,), float(rank), requires_grad=True)
     return {
         "small": torch.full((2, 3), float(rank)),
@@ -42,7 +42,7 @@ def assorted(rank: int) -> dict[str, torch.Tensor]:
 
 
 def expected(size: int, root: int | None) -> dict[str, torch.Tensor]:
-    """What all ranks have afterwards: the root's, or means where there are any."""
+    """The values on all ranks afterwards: the root's, or the means if there are any."""
     of_root = assorted(root or 0)
     if root is not None:
         return of_root

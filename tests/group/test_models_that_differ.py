@@ -1,4 +1,4 @@
-"""Models of which ranks have other tensors, or none to change: one error on all ranks."""
+"""Models whose tensors differ between ranks or cannot be changed: one error on all ranks."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from tests.cases import case
 from tests.group.helpers import assert_group_works, exit_at_once
 from tests.ranks import ranks
 
-LARGE = 200_000  # elements that travel by themselves, in several pieces
+LARGE = 200_000  # elements that travel separately, in several pieces
 
 
 CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
@@ -228,7 +228,7 @@ def test_parameters_that_can_not_be_listed_are_a_failure_like_any_other() -> Non
     assert_group_works()
 
 
-# What torch says where memory is missing: on a device, and in CPU memory.
+# torch's out-of-memory errors, for a device and for the CPU.
 NO_ROOM: list[BaseException] = [
     torch.OutOfMemoryError("CUDA out of memory"),
     RuntimeError("DefaultCPUAllocator: can't allocate memory"),
@@ -244,7 +244,7 @@ def test_who_has_no_room_for_a_gradient_says_so_before_others_wait() -> None:
             parameter.grad = torch.ones(numel)
         with case(error, numel), pytest.MonkeyPatch.context() as patch:
             if is_failing:
-                patch.setattr(torch, "zeros_like", lambda _: _raise(error))  # noqa: B023  # at once
+                patch.setattr(torch, "zeros_like", lambda _: _raise(error))  # noqa: B023  # called immediately
             kind = type(error) if is_failing else CollectiveError
             with pytest.raises(kind, match="memory") as caught:
                 objcomm.models.sync_gradients([parameter])

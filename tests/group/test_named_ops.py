@@ -17,7 +17,7 @@ from tests.ranks import ranks
 from tests.same import assert_same
 from tests.workers import here
 
-# One operand per rank, and what the first one, two, three and four of them give.
+# One operand per rank, and the results of the first one, two, three and four of them.
 NUMBERS: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "ints": ("sum", [2**70, 1, -5, 2**53 + 1], [2**70, 2**70 + 1, 2**70 - 4, 2**70 + 2**53 - 3]),
     "floats": ("sum", [0.5, 0.25, -1.0, 4.0], [0.5, 0.75, -0.25, 3.75]),

@@ -1,4 +1,4 @@
-"""new_group: a group of the ranks in a list, which its members make by themselves."""
+"""new_group: a group of listed ranks, created by its members alone."""
 
 import gc
 import time
@@ -127,13 +127,13 @@ def test_what_is_no_list_of_ranks_is_refused_before_any_traffic() -> None:
 def test_members_with_other_lists_are_told_and_not_left_waiting(
     other: list[int], looks: str
 ) -> None:
-    """Two ranks wait for each other, and one waits beside them, in the meeting of one of them.
+    """Two ranks wait for each other, and a third waits in the meeting of one of them.
 
     Args:
         other: rank 0's list; the others have all three.
-        looks: whether the rank beside looks for circles itself, or is told by the others.
+        looks: whether the third rank looks for deadlocks itself or learns of them from others.
     """
-    append, look = rendezvous._append, inquiry.investigate  # noqa: SLF001  # the beside one's hello
+    append, look = rendezvous._append, inquiry.investigate  # noqa: SLF001  # the third rank's hello
 
     def append_and_say_so(*given: Any) -> None:
         append(*given)
@@ -144,7 +144,7 @@ def test_members_with_other_lists_are_told_and_not_left_waiting(
             look(*given)
 
     rank, beside = here().rank, 2 if other == [0, 1] else 1
-    parent = objcomm.dup()  # its ranks have made no group yet
+    parent = objcomm.dup()  # its ranks have not created a group yet
     with pytest.MonkeyPatch.context() as patch:
         if rank == beside:
             patch.setattr(rendezvous, "_append", append_and_say_so)
@@ -165,7 +165,7 @@ def test_members_with_other_lists_are_told_and_not_left_waiting(
 
 @ranks(3)
 def test_who_was_told_of_other_lists_may_make_the_group_at_once() -> None:
-    """What a rank has left for the others of its meeting must not end their next one."""
+    """A message left by a rank in one meeting must not end the next."""
     pause = rendezvous._sleep  # noqa: SLF001  # after it a guest looks whether to leave
 
     def long_pause(seconds: float, size: int = 1) -> float:
@@ -188,7 +188,7 @@ def test_a_member_that_does_not_come_is_named_in_time_and_may_come_later() -> No
     parent, ask = objcomm.dup(), inquiry.expire
 
     def ask_when_both_wait(*given: Any) -> None:
-        """Else who comes when the other's limit has passed is missing, too."""
+        """Otherwise a rank that arrives after the other's timeout is missing as well."""
         say(f"rank {here().rank} waits {turn}")
         hear(f"rank {1 - here().rank} waits {turn}")
         ask(*given)
@@ -266,7 +266,7 @@ def test_a_member_that_fails_before_it_comes_ends_the_wait_of_the_others() -> No
 
 @ranks(3)
 def test_a_member_that_cannot_connect_fails_all_and_nobody_keeps_a_group() -> None:
-    known = len(dist.distributed_c10d._world.pg_map)  # noqa: SLF001  # torch tells nowhere else
+    known = len(dist.distributed_c10d._world.pg_map)  # noqa: SLF001  # torch exposes it nowhere else
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError("no more sockets")
@@ -299,7 +299,9 @@ def test_within_a_region_a_group_of_those_who_are_there_can_be_made() -> None:
 def test_it_is_counted_with_its_parent_and_told_by_the_recorder() -> None:
     objcomm.new_group([0, 1])
     objcomm.new_group([1, 0])
-    assert objcomm.stats()["new_group"].calls == 6  # each says who comes, meets, and has connected
+    assert (
+        objcomm.stats()["new_group"].calls == 6
+    )  # each announces itself, meets, and confirms that it has connected
     assert objcomm.exporters.stats_to_prometheus().count('calls_total{operation="new_group"') == 1
     told = {each["name"]: each for each in objcomm.recorder.dump()["groups"]}
     name = next(each for each in told if each.endswith("a group of 1,0"))

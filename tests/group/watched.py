@@ -1,4 +1,4 @@
-"""What tests share that ask what the watchdog finds, and not how soon.
+"""Shared by tests of what the watchdog finds, not how soon.
 
 They run on the ranks themselves, and change the watchdog of the process in which they are entered.
 """
@@ -25,26 +25,26 @@ _TICK_S = 0.02
 
 @contextlib.contextmanager
 def closely() -> Iterator[None]:
-    """Investigate each wait after a tenth of the time, a dozen times as often, and answer so."""
+    """Investigate waits after a tenth of the time, and look and answer a dozen times as often."""
     with (
         mock.patch.object(watchdog, "OVERDUE_SECONDS", _OVERDUE_S),
         mock.patch.object(watchdog, "TICK_SECONDS", _TICK_S),
         answering_every(_TICK_S),
     ):
-        watchdog._watchdogs.watchdog()._nudge()  # noqa: SLF001  # or it sleeps out its old pause
+        watchdog._watchdogs.watchdog()._nudge()  # noqa: SLF001  # else it sleeps through its old pause
         yield
 
 
 @contextlib.contextmanager
 def answering_every(seconds: float) -> Iterator[None]:
-    """How often this rank looks whether it is asked, while it waits for nobody."""
+    """Set how often this rank checks for questions while it waits for no rank."""
     if not dist.is_initialized():
         yield
         return
     world: Any = dist.group.WORLD
     board_thread = watchdog.board_thread_of(world)
     with mock.patch.object(board_thread, "_pause", seconds):
-        board_thread.submit(lambda _: None)  # or it sleeps out its old pause
+        board_thread.submit(lambda _: None)  # else it sleeps through its old pause
         yield
 
 
@@ -52,11 +52,11 @@ def answering_every(seconds: float) -> Iterator[None]:
 def patiently(answers_s: float = PATIENCE_S) -> Iterator[None]:
     """Wait for the other ranks' answers however late a busy machine makes them.
 
-    Until then no connection ends a wait by itself. For the store itself a test's ranks always wait;
-    see ``hastily``.
+    Until then no closed connection alone ends a wait. A test's ranks always wait for the store
+    itself; see ``hastily``.
 
     Args:
-        answers_s: how long to wait for the answers of ranks; of one that is stopped none comes.
+        answers_s: how long to wait for the answers of ranks; a stopped rank never answers.
     """
     with (
         mock.patch.object(inquiry, "_ANSWERS_WITHIN_SECONDS", answers_s),
@@ -66,22 +66,22 @@ def patiently(answers_s: float = PATIENCE_S) -> Iterator[None]:
     ):
         yield
     watching, late = watchdog._watchdogs.watchdog(), time.monotonic() + PATIENCE_S  # noqa: SLF001  # no public way
-    # What would end a call in so long holds its group until then.
+    # A fallback that ends a call that late holds its group until then.
     watching._fallbacks = [each for each in watching._fallbacks if each[0] < late]  # noqa: SLF001  # likewise
 
 
 @contextlib.contextmanager
 def hastily() -> Iterator[None]:
-    """Wait for the store as long as users' ranks do: where it is silent, or time is the promise."""
+    """Wait for the store as long as users' ranks do: for tests of a silent store or of timing."""
     with mock.patch.object(BoardThread.call, "__defaults__", (PATIENCE_SECONDS,)):
         yield
 
 
 @contextlib.contextmanager
 def after_looks(times: int, action: Callable[[], object]) -> Iterator[None]:
-    """Watch closely, and run `action` when this rank's waits have been investigated so often.
+    """Watch closely, and run `action` once this rank's waits have been investigated `times` times.
 
-    A conflict would be found in the second look for which the others have answered.
+    A conflict is found in the second look that the others have answered.
     """
     looks = itertools.count(1)
 
