@@ -286,5 +286,5 @@ class RefusesToArrive:
 
 
 def exit_at_once() -> NoReturn:
-    """End this process as a crash would: no destructors, no farewells."""
+    """End this process as a crash would: no destructors, no clean shutdown."""
     os._exit(1)

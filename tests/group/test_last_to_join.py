@@ -15,7 +15,7 @@ from tests.workers import here
 @ranks(2, joined=False)
 def test_init_returns_when_all_ranks_have_connected() -> None:
     rank = here().rank
-    connect = init._connect  # noqa: SLF001  # runs during the connecting
+    connect = init._connect  # noqa: SLF001  # runs while the ranks connect
 
     def connect_slowly(limit: Any) -> None:
         connect(limit)
