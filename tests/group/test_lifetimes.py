@@ -47,7 +47,7 @@ def test_memory_does_not_grow_with_the_number_of_calls() -> None:
 
     fill_history()
     counts = [call_often() for _ in range(5)]
-    # What is kept of each turn is kept in each round; a thread that begins or ends, in one of them.
+    # A leak shows in each round; a thread that starts or ends affects only one of them.
     assert min(after - before for before, after in pairwise(counts)) < 15, counts
 
 

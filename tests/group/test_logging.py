@@ -22,7 +22,7 @@ FORMAT = "%(levelname)s %(rank)s/%(world_size)s [%(group)s] %(message)s"
 
 
 def no_report() -> Any:
-    """Nothing is logged about a first use in which this rank waits for another."""
+    """Log nothing when this rank waits for another in the first use of a group."""
     return mock.patch.object(mesh, "_REPORT_SECONDS", PATIENCE_S)
 
 

@@ -69,7 +69,7 @@ def check_that_failures_reach_the_leaves() -> None:
 
 
 def check_that_a_limit_names_who_is_missing() -> None:
-    """All ranks reach it at the same time, and one asks where the others are."""
+    """The timeout passes on all ranks at the same time, and one asks where the others are."""
     ask = inquiry.expire
 
     def ask_when_all_wait(*given: Any) -> None:
