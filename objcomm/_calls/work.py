@@ -7,7 +7,6 @@ import contextlib
 import contextvars
 import functools
 import itertools
-import os
 import threading
 import time
 import warnings
@@ -20,6 +19,7 @@ import torch
 from objcomm._config import FOREVER_SECONDS, seconds_of
 from objcomm._observe.published import fold, folded
 from objcomm._transport.threads import SUSPICIOUS_SECONDS, Signal, check_uninterrupted
+from objcomm._world import inheritance
 from objcomm.errors import UsageError, text_of
 
 if TYPE_CHECKING:
@@ -92,12 +92,12 @@ class Work(Generic[T_co]):
         "_cancel",
         "_ended",
         "_envelopes",
+        "_forks",
         "_future",
         "_is_asked",
         "_line",
         "_moving",
         "_on_error",
-        "_pid",
         "_signals",
         "_waited",
         "call_site",
@@ -131,7 +131,7 @@ class Work(Generic[T_co]):
         self._waited: Waited = _Nobody() if waited is None else waited
         self._line: SerialExecutor | None = None
         self._is_asked = False
-        self._pid = os.getpid()
+        self._forks = inheritance.forks
         # Waits do not use the future's lock, which the thread that ends this work needs: a signal
         # handler that interrupts a wait may itself wait for that thread.
         self._ended = Signal()
@@ -179,7 +179,7 @@ class Work(Generic[T_co]):
             UsageError: this process was forked after the operation was started.
             ObjcommError: whatever the operation raises.
         """
-        if self._pid != os.getpid() and not self.done():
+        if self._forks != inheritance.forks and not self.done():
             raise UsageError(
                 f"{self.operation}: a forked process cannot wait for its parent's work; wait for "
                 "it in the process that started it"
@@ -392,7 +392,7 @@ class Work(Generic[T_co]):
     def _hear(self) -> None:
         """Record that the program retrieves the error, if there is one."""
         on_error = self._on_error
-        if on_error is not None and self._pid == os.getpid():
+        if on_error is not None and self._forks == inheritance.forks:
             on_error()
         self._on_error = None  # last, so that it is called again if Ctrl-C interrupts the call
 

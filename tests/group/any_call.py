@@ -11,9 +11,6 @@ from tests.public_names import FUNCTIONS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 #: Values for the parameters without a default.
 RIGHT: dict[str, Any] = {
     "color": 0,
