@@ -38,7 +38,7 @@ from objcomm._observe.log import log
 from objcomm._transport.connect import connect
 from objcomm._transport.link import HOST_LOST
 from objcomm._transport.rendezvous import FIRST_USE, GivenUpError, LeftError, MeetingState
-from objcomm._transport.store import pack_record, reason_of
+from objcomm._transport.store import StorePart, pack_record, reason_of
 from objcomm._transport.threads import OnceThread
 from objcomm._wire.header import Header, fingerprint
 from objcomm._wire.signing import environment_secret
@@ -303,13 +303,14 @@ class Mesh:
         # Wait until the board's thread has published this process: its peers may rely on that.
         with contextlib.suppress(StoreSilentError):
             self.board_thread.call(lambda _: None)
-        clients = self.board_thread.clients
         self._secret = deadline.settings.secret or environment_secret()
+        lost_seconds = deadline.settings.lost_after
+        shared = self.board_thread.store
         try:
-            own = clients.take(store, deadline.settings.lost_after)
-            part = dist.PrefixStore(self.name, own)
+            shared.open(store, lost_seconds)
             link = connect(
-                part,
+                StorePart(shared, self.name),
+                self.board_thread.clients.lent(store, lost_seconds),
                 self.rank,
                 self.members,
                 deadline,
@@ -319,7 +320,6 @@ class Mesh:
                 self._lose,
                 self.history.refuse,
             )
-            clients.give_back(own)
             log.debug(
                 "group %r: %d ranks connected over %s, on %d host(s)",
                 *(self.name, len(self.members), link.kind, len(set(link.hosts))),
@@ -334,10 +334,8 @@ class Mesh:
                     extra=self.labels,
                 )
         except GivenUpError:
-            clients.give_back(own)
             return  # because of ``stop``, whose verdict the callers raise
         except LeftError as left:
-            clients.give_back(own)
             word = left.word
             self.board_thread.submit(lambda board: self.stop(board.take_in(self.name, word), board))
             return

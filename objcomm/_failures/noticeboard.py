@@ -16,23 +16,29 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, TypeVar
 
 from objcomm._failures.deadlock import Deadlock, WaitSnapshot
 from objcomm._failures.liveness import Process, Processes
 from objcomm._failures.verdict import DESTROYED, Cause, Verdict
 from objcomm._observe.stacks import StackSampler
-from objcomm._transport.sockets import connected, open_sockets, other_ends
-from objcomm._transport.store import Clients, UntilLost, pack_record, read, unpack_record
-from objcomm._world import bare
+from objcomm._transport.store import (
+    Clients,
+    SharedStore,
+    StorePart,
+    pack_record,
+    read,
+    unpack_record,
+)
 from objcomm.errors import WireError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    import torch.distributed as dist
+
     from objcomm._failures.liveness import GroupCalls
+    from objcomm._transport.store import AnyStore
 
 
 R = TypeVar("R")
@@ -62,16 +68,17 @@ class Board:
 
     Attributes:
         rank: this process's global rank.
-        addresses: the network addresses of the store, if it is a ``TCPStore``.
     """
 
-    def __init__(self, store: dist.Store, rank: int, processes: Processes) -> None:
-        before = open_sockets()
-        own = store.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
-        self.addresses = _addresses_of(own, before)
-        port = end.port if isinstance(end := bare(own), dist.TCPStore) else 0
-        ends = connected(before, port) if port else {}
-        self._store = UntilLost(dist.PrefixStore(_PREFIX, own), ends)
+    def __init__(self, store: AnyStore, rank: int, processes: Processes) -> None:
+        """Publish this process.
+
+        Args:
+            store: the world's store, with objcomm's prefix.
+            rank: this process's global rank.
+            processes: what is known about the world's processes.
+        """
+        self._store = store
         self._processes = processes
         self._circles: deque[tuple[Deadlock, float]] = deque(maxlen=_CIRCLES)
         self._sampler = StackSampler()
@@ -226,20 +233,14 @@ def _let_go(job: Callable[[Board], object]) -> None:
         job.args[0].set_exception(StoreSilentError())
 
 
-def _addresses_of(store: dist.Store, before: dict[int, int]) -> set[Any]:
-    """Return the addresses of a store to which this process has just connected."""
-    end = bare(store)
-    return other_ends(before, end.port) if isinstance(end, dist.TCPStore) else set()
-
-
 class BoardThread:
     """The thread that talks to one world's store.
 
     Attributes:
-        addresses: the store's addresses, once the thread is connected to it over a network.
+        store: the connection to the store, also for threads that connect a mesh.
         processes: what is known about the world's processes.
         is_cut_off: see ``__init__``.
-        clients: further connections to the store, for threads that connect a mesh.
+        clients: further connections to the store, for Gloo.
         clients_of_groups: the same for the user's process groups: torch, or the user, may be
             waiting in a group's store at any time.
     """
@@ -250,6 +251,7 @@ class BoardThread:
         rank: int,
         size: int,
         *,
+        lost_seconds: float,
         describe: Callable[[BoardThread, int], WaitSnapshot],
         is_needed: Callable[[BoardThread], bool],
         is_cut_off: Callable[[int], bool],
@@ -260,19 +262,21 @@ class BoardThread:
             store: the world's store.
             rank: this process's global rank.
             size: number of ranks in the world.
+            lost_seconds: how long the store's host may be out of reach.
             describe: returns a snapshot of this process, given the question's number.
             is_needed: whether the world still exists, or has open connections whose end must still
                 be announced. The thread ends when this returns false.
             is_cut_off: whether torch's own connection to a rank of the world is known to be closed.
         """
         self._jobs: queue.SimpleQueue[Callable[[Board], object]] = queue.SimpleQueue()
-        self._store: dist.Store | None = store
+        self.store = SharedStore()
+        self._hosted: dist.Store | None = store
+        self._lost_seconds = lost_seconds
         self._rank = rank
         self._pause = max(IDLE_SECONDS, size / _LOOKS_PER_SECOND)
         self._describe = describe
         self._is_needed = is_needed
         self.is_cut_off = is_cut_off
-        self.addresses: set[Any] = set()
         self.processes = Processes()
         self._board: Board | None = None
         self._farewell = DESTROYED
@@ -362,17 +366,19 @@ class BoardThread:
             self._serve()
         finally:
             self._is_over, self._board = True, None
+            self.store.close()
             self._forget_if_over()
 
     def _serve(self) -> None:
-        store, self._store = self._store, None
-        if store is None:
+        hosted, self._hosted = self._hosted, None
+        if hosted is None:
             return
         # Raised if the store's host is gone. Pending jobs then fail with StoreSilentError.
         with contextlib.suppress(RuntimeError):
-            board = self._board = Board(store, self._rank, self.processes)
-            self.addresses = board.addresses
-            del store
+            self.store.open(hosted, self._lost_seconds)
+            del hosted
+            part = StorePart(self.store, _PREFIX)
+            board = self._board = Board(part, self._rank, self.processes)
             while self._is_needed(self):
                 try:
                     job = self._jobs.get(timeout=self._pause)

@@ -35,6 +35,7 @@ from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
+from objcomm._config import settings
 from objcomm._failures import audit, inquiry
 from objcomm._failures.deadlock import WaitSnapshot
 from objcomm._failures.inquiry import Waiting, investigate, wait_snapshot
@@ -54,7 +55,6 @@ from objcomm._observe.log import log, logged
 from objcomm._observe.terminal import end_badly
 from objcomm._transport.gloo import is_cut_off
 from objcomm._transport.lane import Lane
-from objcomm._transport.sockets import hang_up
 from objcomm._transport.threads import Alone, are_workers_busy
 from objcomm._world import CONNECT_MAX, store_of
 from objcomm.errors import UsageError, brief_text_of
@@ -556,6 +556,7 @@ class _Watchdogs:
                     store_of(world),
                     world.rank(),
                     world.size(),
+                    lost_seconds=settings().lost_after,
                     describe=watchdog.snapshot,
                     is_needed=lambda own: is_there() is not None or watchdog.has_open(own),
                     is_cut_off=lambda rank: (at := is_there()) is not None and is_cut_off(at, rank),
@@ -730,7 +731,8 @@ def bring_back(look: _Look, board_threads: Sequence[BoardThread]) -> None:
         board_threads: all board threads of this process.
     """
     if not _are_all_back(look, board_threads):
-        hang_up({address for board_thread in board_threads for address in board_thread.addresses})
+        for each in board_threads:
+            each.store.hang_up()
         if not _are_all_back(look, board_threads):
             for mesh in look()[0]:
                 mesh.await_connector(CONNECT_MAX.total_seconds())

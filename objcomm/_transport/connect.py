@@ -45,16 +45,18 @@ from objcomm._transport.link import (
 from objcomm._transport.mover import SPIN_SECONDS
 from objcomm._transport.rendezvous import GivenUpError, damaged, forget, meet
 from objcomm._transport.sockets import is_outage
-from objcomm._transport.store import pack_record, read, unpack_record
+from objcomm._transport.store import pack_record, read, under, unpack_record
 from objcomm._transport.streams import StreamLink
 from objcomm._world import CONNECT_MAX
 from objcomm.errors import ranks_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from objcomm._transport.link import Connections
     from objcomm._transport.rendezvous import MeetingState
+    from objcomm._transport.store import StorePart
 
 
 # How often a rank that waits for connections checks whether another one has failed to connect. Also
@@ -146,7 +148,8 @@ class _PeerError(OSError):
 
 
 def connect(  # noqa: PLR0917  # the ranks, and callbacks
-    store: dist.Store,
+    store: StorePart,
+    lent: AbstractContextManager[dist.Store],
     rank: int,
     members: tuple[int, ...],
     deadline: Deadline,
@@ -161,7 +164,8 @@ def connect(  # noqa: PLR0917  # the ranks, and callbacks
     May block in C++ up to the limit.
 
     Args:
-        store: a connection to it that no other thread uses, with a prefix for these ranks alone.
+        store: the group's store, with a prefix for these ranks alone.
+        lent: a connection to the same store without the prefix, for Gloo, which waits in it.
         rank: this rank within the group.
         members: the ranks to connect, as ranks within the group.
         deadline: how long to wait.
@@ -187,7 +191,7 @@ def connect(  # noqa: PLR0917  # the ranks, and callbacks
     place, size = members.index(rank), len(members)
     settings = deadline.settings
     with Door.opened(
-        settings.chosen_transport, own_addresses(store), settings.chosen_ports
+        settings.chosen_transport, own_addresses(store.shared.port), settings.chosen_ports
     ) as door:
         met = meet(store, place, size, meeting, door.place.told())
         ranks = _Ranks(
@@ -195,7 +199,7 @@ def connect(  # noqa: PLR0917  # the ranks, and callbacks
             dict(zip(members, map(Place.of, met.doors), strict=True)),
             dict(zip(members, met.hosts, strict=True)),
             Words(meeting.session, secret),
-            dist.PrefixStore(f"objcomm/{meeting.nonce}", store),
+            under(store, f"objcomm/{meeting.nonce}"),
         )
         on_met([each for each in ranks.others if ranks.hosts[each] == ranks.hosts[rank]])
         refusal = ranks.lack()
@@ -210,7 +214,9 @@ def connect(  # noqa: PLR0917  # the ranks, and callbacks
                 raise damaged(_FAILED)  # this rank or another one has written it
     if refusal.is_final or any(each.transport == "streams" for each in ranks.places.values()):
         raise refusal.error(ranks.places)
-    far = _over_gloo(ranks, refusal, deadline, meeting)
+    with lent as own:
+        in_gloo = dist.PrefixStore(ranks.store.prefix, own)
+        far = _over_gloo(ranks, in_gloo, refusal, deadline, meeting)
     left = [_FAILED, _CONNECTED, *keys_left(size)]
     forget(store, meeting.nonce, size, [f"objcomm/{meeting.nonce}/{key}" for key in left])
     return far
@@ -231,7 +237,7 @@ class _Ranks(NamedTuple):
     places: Mapping[int, Place]
     hosts: Mapping[int, int]
     words: Words
-    store: dist.Store
+    store: StorePart
 
     @property
     def others(self) -> list[int]:
@@ -264,13 +270,13 @@ class _Ranks(NamedTuple):
         return told
 
 
-def _tell(store: dist.Store, key: str, refusal: _Refusal) -> None:
+def _tell(store: StorePart, key: str, refusal: _Refusal) -> None:
     """Report a refusal before any connection is closed, unless another rank was first."""
-    store.compare_set(key, "", pack_record(refusal))  # type: ignore[arg-type]  # bytes work, too
+    store.compare_set(key, "", pack_record(refusal))
 
 
 def _over_gloo(
-    ranks: _Ranks, refusal: _Refusal, deadline: Deadline, meeting: MeetingState
+    ranks: _Ranks, store: dist.Store, refusal: _Refusal, deadline: Deadline, meeting: MeetingState
 ) -> GlooLink:
     """Connect the ranks through Gloo, and make them prove to each other who they are.
 
@@ -283,7 +289,7 @@ def _over_gloo(
         meeting.unreachable = why
         deadline = Deadline(min(deadline.seconds_left, _GLOO_SECONDS), deadline.settings)
     try:
-        link = GlooLink(ranks.store, ranks.rank, members, tuple(ranks.hosts.values()), deadline)
+        link = GlooLink(store, ranks.rank, members, tuple(ranks.hosts.values()), deadline)
         meeting.unproven = link
         try:
             _prove(link, ranks, deadline, meeting)
@@ -358,7 +364,7 @@ def _joined(joining: _Joining, on_loss: Callable[[LinkError], None]) -> StreamLi
     return link
 
 
-def _await_all(store: dist.Store, size: int, meeting: MeetingState) -> None:
+def _await_all(store: StorePart, size: int, meeting: MeetingState) -> None:
     """Wait until Gloo has connected all ranks, and not only this one.
 
     A rank that fails closes its connections, and ranks that already use them could take it for
@@ -367,7 +373,8 @@ def _await_all(store: dist.Store, size: int, meeting: MeetingState) -> None:
     Raises:
         GivenUpError: no rank waits for them any more.
     """
-    connected, pause = store.add(_CONNECTED, 1), _PAUSE_SECONDS
+    connected: int = store.add(_CONNECTED, 1)
+    pause = _PAUSE_SECONDS
     while connected < size:
         if meeting.is_over:
             raise GivenUpError
@@ -422,7 +429,7 @@ class _Joining:
     """
 
     def __init__(
-        self, doors: Doors, store: dist.Store, deadline: Deadline, meeting: MeetingState
+        self, doors: Doors, store: StorePart, deadline: Deadline, meeting: MeetingState
     ) -> None:
         """Prepare to connect.
 

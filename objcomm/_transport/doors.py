@@ -28,12 +28,9 @@ from objcomm._config import TRANSPORTS
 from objcomm._environment import interface_addresses
 from objcomm._transport.rendezvous import damaged
 from objcomm._transport.sockets import addresses_towards
-from objcomm._world import bare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    import torch.distributed as dist
 
     from objcomm._config import Transport
 
@@ -214,7 +211,7 @@ def _prepare(end: socket.socket) -> None:
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-def own_addresses(store: dist.Store) -> list[str]:
+def own_addresses(store_port: int) -> list[str]:
     """Return the addresses of this host for ranks on other hosts, the likeliest first.
 
     These are the addresses of the interface that ``GLOO_SOCKET_IFNAME`` names, or else of all
@@ -222,7 +219,7 @@ def own_addresses(store: dist.Store) -> list[str]:
     Loopback leads to no other host, so it is used only on a machine that has nothing else.
 
     Args:
-        store: where the ranks meet.
+        store_port: the port of the store to which this process is connected; 0 if it has none.
     """
     variable = os.environ.get("GLOO_SOCKET_IFNAME", "")
     interfaces = interface_addresses()
@@ -230,8 +227,7 @@ def own_addresses(store: dist.Store) -> list[str]:
         named = interfaces.get(variable.partition(",")[0], [])
         own = [each for each in named if ip_address(each).is_loopback]
         return (_leading_elsewhere(named) or own)[:1]
-    port = getattr(bare(store), "port", 0)
-    towards = addresses_towards(port) if port else set()
+    towards = addresses_towards(store_port) if store_port else set()
     found = _leading_elsewhere(each for of in interfaces.values() for each in of)
     ways = sorted(found, key=lambda each: each not in towards)
     return ways[:_ADDRESSES_MAX] or ["127.0.0.1"]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from objcomm._environment import machine
 from objcomm._observe.log import log
-from objcomm._transport.store import read
+from objcomm._transport.store import read, under
 from objcomm.errors import WireError, ranks_text
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from objcomm._observe.history import CallRecord
     from objcomm._transport.link import Link, LinkUnreachable
+    from objcomm._transport.store import AnyStore
 
 
 #: The name of the meeting in errors.
@@ -171,7 +172,7 @@ class Met(NamedTuple):
     doors: tuple[str, ...]
 
 
-def meet(store: dist.Store, rank: int, size: int, meeting: MeetingState, door: str = "-") -> Met:
+def meet(store: AnyStore, rank: int, size: int, meeting: MeetingState, door: str = "-") -> Met:
     """Meet all ranks and agree on new names, which ``meeting`` gets, and on the addresses.
 
     Every member must call this. It has no time limit; see ``MeetingState.end``.
@@ -191,13 +192,13 @@ def meet(store: dist.Store, rank: int, size: int, meeting: MeetingState, door: s
         LeftError: another guest has ended the call, and no host had come.
         WireError: rank 0 did not meet this rank, or no rank wrote what the store contains.
     """
-    ours = dist.PrefixStore(_PREFIX, store)
+    ours = under(store, _PREFIX)
     if rank != 0:
         return _meet_as_guest(ours, rank, size, meeting, door)
     return _meet_as_host(ours, size, meeting, door)
 
 
-def forget(store: dist.Store, nonce: str, size: int, left: Iterable[str]) -> None:
+def forget(store: AnyStore, nonce: str, size: int, left: Iterable[str]) -> None:
     """Clean up; every rank calls this when it is connected, and the last one removes the keys.
 
     Args:
@@ -206,7 +207,7 @@ def forget(store: dist.Store, nonce: str, size: int, left: Iterable[str]) -> Non
         size: number of members.
         left: keys in this store that the link has left.
     """
-    ours = dist.PrefixStore(_PREFIX, store)
+    ours = under(store, _PREFIX)
     if ours.add(f"connected/{nonce}", 1) < size:
         return
     for key in (f"connected/{nonce}", f"go/{nonce}"):
@@ -215,7 +216,7 @@ def forget(store: dist.Store, nonce: str, size: int, left: Iterable[str]) -> Non
         store.delete_key(key)
 
 
-def _meet_as_host(store: dist.Store, size: int, meeting: MeetingState, door: str) -> Met:
+def _meet_as_host(store: AnyStore, size: int, meeting: MeetingState, door: str) -> Met:
     nonce = meeting.nonce = uuid.uuid4().hex
     answered: dict[int, dict[str, str]] = {peer: {} for peer in range(1, size)}
     try:
@@ -245,7 +246,7 @@ def _meet_as_host(store: dist.Store, size: int, meeting: MeetingState, door: str
 
 
 def _answer(
-    store: dist.Store, meeting: MeetingState, answered: dict[int, dict[str, str]]
+    store: AnyStore, meeting: MeetingState, answered: dict[int, dict[str, str]]
 ) -> dict[int, str]:
     """Answer all guests until each has joined; return the number with which each did.
 
@@ -271,7 +272,7 @@ def _answer(
                     new.append(f"welcome/{number}")
             if new:
                 meeting.look_around()
-                store.multi_set(new, [nonce] * len(new))  # type: ignore[attr-defined]  # not in torch's stubs
+                store.multi_set(new, [nonce] * len(new))
                 pause = _PAUSE_MIN_SECONDS
         if (entries := _read_text(store, f"joined/{nonce}") or "") != told:
             told = entries
@@ -298,23 +299,21 @@ def _entries(text: str, guests: Container[int]) -> Iterator[tuple[int, str, str]
         yield int(peer), number, rest
 
 
-def _append(store: dist.Store, key: str, entry: str) -> None:
+def _append(store: AnyStore, key: str, entry: str) -> None:
     """Append an entry to a key, which may not exist, in one step.
 
     If the store lacks that operation, compare_set does it. Torch's own fallback (2.13) loops
     forever if another rank removes the key in the meantime.
     """
-    if store.has_extended_api():  # type: ignore[attr-defined]  # not in torch's stubs
-        store.append(key, entry)  # type: ignore[attr-defined]  # likewise
+    if store.has_extended_api():
+        store.append(key, entry)
         return
     found = ""
     while (standing := store.compare_set(key, found, found + entry).decode()) != found + entry:
         found = "" if standing == found else standing  # equal: the key was removed
 
 
-def _meet_as_guest(
-    store: dist.Store, rank: int, size: int, meeting: MeetingState, door: str
-) -> Met:
+def _meet_as_guest(store: AnyStore, rank: int, size: int, meeting: MeetingState, door: str) -> Met:
     while True:
         number = uuid.uuid4().hex
         hello = f"{rank} {number} {machine()} {door}\n"
@@ -344,7 +343,7 @@ def _meet_as_guest(
             store.delete_key(key)
 
 
-def _leave_word(store: dist.Store, size: int, rank: int, own: str, word: bytes) -> None:
+def _leave_word(store: AnyStore, size: int, rank: int, own: str, word: bytes) -> None:
     """Leave a message for the other guests if no host has come."""
     if store.check([f"welcome/{own}"]):
         return
@@ -382,7 +381,7 @@ def _agreed(  # noqa: PLR0917  # all take part in one check
     return met
 
 
-def _say_again(store: dist.Store, hello: str) -> None:
+def _say_again(store: AnyStore, hello: str) -> None:
     """Repeat the hello if the host of a meeting that has just ended has removed it."""
     if hello not in (_read_text(store, _HELLOS) or ""):
         _append(store, _HELLOS, hello)
@@ -403,7 +402,7 @@ def call_the_roll(
     Returns:
         The ranks that have not come.
     """
-    ours = dist.PrefixStore(f"{_PREFIX}/roll/{turn}", store)
+    ours = under(store, f"{_PREFIX}/roll/{turn}")
     _append(ours, "came", f"{rank} come\n")
 
     def missing() -> tuple[int, ...]:
@@ -438,7 +437,7 @@ def call_the_roll(
     return tuple(map(int, told))
 
 
-def _await_readers(store: dist.Store, keys: list[str]) -> None:
+def _await_readers(store: AnyStore, keys: list[str]) -> None:
     """Keep the store until the ranks have read why the wait is over, or for a few seconds."""
     expires = time.monotonic() + _READ_WITHIN_SECONDS
     while keys and not store.check(keys) and time.monotonic() < expires:
@@ -476,7 +475,7 @@ def await_all(store: dist.Store, size: int) -> None:
 
 
 def _wait_for(
-    store: dist.Store,
+    store: AnyStore,
     key: str,
     size: int,
     meeting: MeetingState,
@@ -505,7 +504,7 @@ def _wait_for(
     return found
 
 
-def _read_text(store: dist.Store, key: str) -> str | None:
+def _read_text(store: AnyStore, key: str) -> str | None:
     found = read(store, key)
     try:
         return None if found is None else found.decode()

@@ -1,8 +1,8 @@
 """Stores in which ranks meet: this process's connections to them, and the records in them.
 
 The host of torch's ``TCPStore`` looks up the name of each new client, and answers no other client
-meanwhile. If the resolver loses a query, one new connection delays all ranks by 5 s. So existing
-connections are reused.
+meanwhile. If the resolver loses a query, one new connection delays all ranks by 5 s. Each one is
+also a descriptor of the host's. So connections are shared where they can be, and otherwise reused.
 
 Any process that reaches a store may replace its values. A record is a named tuple or a dataclass,
 and reading one checks each field against its declared type. Readers check nothing else.
@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import os
 import socket
+import threading
 import types
 import typing
 from enum import Enum
@@ -23,12 +24,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgpack
 import torch.distributed as dist
 
-from objcomm._transport.sockets import connected, has_closed, notice_outages, open_sockets
+from objcomm._transport.sockets import (
+    connected,
+    hang_up,
+    has_closed,
+    notice_outages,
+    open_sockets,
+    other_ends,
+)
 from objcomm._world import bare
 from objcomm.errors import WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import TypeAlias
+
+    # A ``dist.Store`` or a ``StorePart``. torch's stubs lack half of the operations.
+    AnyStore: TypeAlias = Any
 
 
 _NO_KEY = "objcomm/nobody writes this"
@@ -46,7 +58,7 @@ def reason_of(error: BaseException) -> str:
     return text.partition(". This is typically")[0]
 
 
-def read(store: dist.Store | UntilLost, key: str) -> bytes | None:
+def read(store: AnyStore, key: str) -> bytes | None:
     """Return the value of a key, or None; blocks only as long as the store takes to answer.
 
     Between torch's ``check`` and ``get`` another rank may remove the key, and ``get`` would then
@@ -74,43 +86,108 @@ def loopback_store() -> dist.TCPStore:
         )
 
 
-class UntilLost:
-    """A store that is not queried any more once its host is gone.
+class SharedStore:
+    """One connection to a store for all threads of this process that only ask and write.
 
-    Torch writes a page to stderr, with its C++ stack, each time that it detects that.
+    None of their requests waits for another rank, so a thread waits for the others' only while the
+    store answers. Where torch itself uses a store, it may wait in it: see ``Clients``.
     """
 
-    def __init__(self, store: dist.Store, ends: Mapping[int, int]) -> None:
-        """Wrap a store.
+    def __init__(self) -> None:
+        # Reentrant, because a finalizer that runs during a request may need the store.
+        self._lock = threading.RLock()
+        self._own: dist.Store | None = None
+        self._ends: dict[int, int] = {}  # from ``connected``
+        self._lost = ""
+        self._addresses: set[Any] = set()
+        self._is_over = False
+
+    def open(self, store: dist.Store, lost_seconds: float) -> None:
+        """Connect, unless a connection exists and works.
+
+        Connecting blocks in C++ while the store's host is slow. ``store`` is not kept: the process
+        that hosts it does so as long as it is referenced.
 
         Args:
-            store: the store.
-            ends: this process's connections to it, as ``sockets.connected`` returns them.
+            store: the store; the same in each call.
+            lost_seconds: how long the store's host may be out of reach.
+
+        Raises:
+            DistNetworkError: the connection has closed, and so has the store.
         """
-        self._store = store
-        self._ends = dict(ends)
-        self._lost = ""
+        with self._lock:
+            if self._own is not None and not self._is_lost():
+                return
+            if self._is_over:
+                raise dist.DistNetworkError("this process has closed its connections to the store")
+            if self._own is not None:
+                refuse_lost(store)
+            self._own, self._ends, self._addresses = _client(store, lost_seconds)
+            self._lost = ""
 
-    def __getattr__(self, operation: str) -> Callable[..., Any]:
-        """Return a method of the store that raises ``DistNetworkError`` once the host is lost."""
-        ask = getattr(self._store, operation)
+    @property
+    def port(self) -> int:
+        """The port of a connected ``TCPStore``; 0 for another store."""
+        return getattr(bare(self._own), "port", 0)
 
-        def asked(*arguments: object) -> Any:
-            if self._ends and all(has_closed(*each) for each in self._ends.items()):
-                self._lost = self._lost or "the store's host has closed the connection"
-            if self._lost:
-                raise dist.DistNetworkError(self._lost)
+    def request(self, prefix: str, operation: str, *arguments: object) -> Any:
+        """Return the result of a store's operation on keys that begin with a prefix.
+
+        Once the store's host is gone, nothing is requested: torch writes a page to stderr, with its
+        C++ stack, each time that it detects that. Nor after an error, because the late answer
+        would be taken for that of the next request.
+
+        Raises:
+            DistNetworkError: the store's host is gone, or was never reached.
+        """
+        with self._lock:
+            if self._own is None or self._is_lost():
+                raise dist.DistNetworkError(self._lost or "not connected to the store")
             try:
-                return ask(*arguments)
+                return getattr(dist.PrefixStore(prefix, self._own), operation)(*arguments)
             except dist.DistNetworkError as error:
                 self._lost = str(error)
                 raise
 
-        return asked
+    def close(self) -> None:
+        """Close the connection."""
+        with self._lock:
+            self._own, self._ends = None, {}
+
+    def hang_up(self) -> None:
+        """End this process's connections to the store for good; threads that use one wake up."""
+        self._is_over = True
+        hang_up(self._addresses)
+
+    def _is_lost(self) -> bool:
+        if self._ends and all(has_closed(*each) for each in self._ends.items()):
+            self._lost = self._lost or "the store's host has closed the connection"
+        return bool(self._lost)
+
+
+class StorePart:
+    """The keys of a shared store that begin with a prefix, with the operations of torch's stores.
+
+    Torch's ``PrefixStore`` only accepts its own stores.
+    """
+
+    def __init__(self, shared: SharedStore, prefix: str) -> None:
+        self.shared = shared
+        self.prefix = prefix
+
+    def __getattr__(self, operation: str) -> Callable[..., Any]:
+        return functools.partial(self.shared.request, self.prefix, operation)
+
+
+def under(store: AnyStore, prefix: str) -> AnyStore:
+    """Return the part of a store in which all keys begin with a prefix."""
+    if isinstance(store, StorePart):
+        return StorePart(store.shared, f"{store.prefix}/{prefix}")
+    return dist.PrefixStore(prefix, store)
 
 
 class Clients:
-    """This process's connections to one store, each used by one thread at a time.
+    """Further connections to one store, each used by one thread at a time: torch waits in them.
 
     A ``TCPStore`` serves one thread at a time, even while that thread waits. Two threads that
     connect at the same time through one client, or through the user's, would wait for each other.
@@ -142,12 +219,7 @@ class Clients:
                 return kept
         if self._latest and all(has_closed(*each) for each in self._latest.items()):
             refuse_lost(store)
-        before = open_sockets()
-        own: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
-        if isinstance(end := bare(own), dist.TCPStore):
-            # It may be idle for hours, in which a firewall may forget it.
-            notice_outages(before, lost_seconds, end.port)
-            self._latest = connected(before, end.port)
+        own, self._latest, _ = _client(store, lost_seconds)
         return own
 
     def _last_kept(self) -> dist.Store | None:
@@ -158,6 +230,27 @@ class Clients:
     def give_back(self, own: dist.Store) -> None:
         """Make a connection available again; drop one that has raised: an answer may still come."""
         self._free.append(own)
+
+    @contextlib.contextmanager
+    def lent(self, store: dist.Store, lost_seconds: float) -> Iterator[dist.Store]:
+        """Take a connection, and give it back at the end of a block that does not raise."""
+        own = self.take(store, lost_seconds)
+        yield own
+        self.give_back(own)
+
+
+def _client(store: dist.Store, lost_seconds: float) -> tuple[dist.Store, dict[int, int], set[Any]]:
+    """Connect to a store; return the connection, its sockets and the store's addresses.
+
+    If it is not a ``TCPStore``, there are neither sockets nor addresses.
+    """
+    before = open_sockets()
+    own: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
+    if not isinstance(end := bare(own), dist.TCPStore):
+        return own, {}, set()
+    # It may be idle for hours, in which a firewall may forget it.
+    notice_outages(before, lost_seconds, end.port)
+    return own, connected(before, end.port), other_ends(before, end.port)
 
 
 def refuse_lost(store: dist.Store) -> None:

@@ -14,7 +14,6 @@ import objcomm
 from objcomm import DesyncError
 from objcomm._failures.watchdog import board_thread_of
 from objcomm._transport.sockets import _connections
-from objcomm._world import store_of
 from tests.group.helpers import assert_group_works, over_tcp
 from tests.ranks import ranks
 from tests.waits import wait_until
@@ -46,8 +45,8 @@ def test_groups_pairs_and_new_meetings_take_the_connections_that_are_there() -> 
             elif here().rank == 1:
                 objcomm.recv(0, group=group)
             meet_again(group)
-        assert connections(port) == before  # torch's and those of two objcomm threads
-        assert len(before) == 3
+        assert connections(port) == before  # torch's and objcomm's
+        assert len(before) == 2
 
 
 @ranks(2, joined=False)
@@ -59,7 +58,7 @@ def test_groups_of_gloo_that_are_made_one_after_another_share_a_connection() -> 
         for group in [first, *several]:
             assert_group_works(group)
         assert connections(port) == before
-        assert len(before) == 4  # torch's, two of objcomm's threads, one for users' groups
+        assert len(before) == 3  # torch's, objcomm's, one for users' groups
 
 
 @ranks(2, joined=False)
@@ -67,24 +66,20 @@ def test_the_connections_of_a_world_that_was_left_are_closed() -> None:
     with over_tcp() as port:
         objcomm.barrier()
         assert objcomm.all_gather(here().rank, group=objcomm.dup()) == [0, 1]
-        assert len(connections(port)) == 4
+        assert len(connections(port)) == 3
     wait_until(lambda: gc.collect() >= 0 and len(connections(port)) <= 1, "all but the test's own")
 
 
 @ranks(2, joined=False)
 def test_a_connection_that_broke_while_nobody_used_it_is_not_used_again() -> None:
-    with over_tcp() as port:
+    with over_tcp():
         objcomm.barrier()
         if here().rank == 0:
             world: Any = dist.group.WORLD
-            clients = board_thread_of(world).clients
-            clients.take(store_of(world), 60.0)  # the existing one
-            before = connections(port)
-            other = clients.take(store_of(world), 60.0)
-            (ours,) = connections(port) - before
+            (ours,) = board_thread_of(world).store._ends  # noqa: SLF001  # nothing public says which it is
             for inode, _, end in _connections():
                 if inode == ours:
                     end.shutdown(socket.SHUT_RDWR)
-            clients.give_back(other)
         group: Any = dist.new_group()
         assert_group_works(group)
+        meet_again(group)  # its verdict is in the store

@@ -17,6 +17,7 @@ from objcomm._transport.connect import connect
 from objcomm._transport.gloo import GlooLink
 from objcomm._transport.link import Connections, Deadline, LinkError
 from objcomm._transport.rendezvous import MeetingState
+from objcomm._transport.store import Clients, SharedStore, StorePart
 from objcomm._transport.streams import StreamLink
 from tests.contracts import Death, check_link
 from tests.group.helpers import tell_all
@@ -165,15 +166,15 @@ def far_link(members: tuple[int, ...], hosts: int = 0) -> Connections:
 
 
 def _link(members: tuple[int, ...], kind: type[Connections]) -> Connections:
-    store = dist.PrefixStore(
-        f"test_links/{members}",
-        dist.distributed_c10d._get_default_store(),  # noqa: SLF001  # torch has no public way to query it
-    )
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public way to query it
+    shared = SharedStore()
+    shared.open(store, 60.0)
+    part, lent = StorePart(shared, f"test_links/{members}"), Clients().lent(store, 60.0)
     rank = here().rank
     with objcomm.configure(transport="gloo" if kind is GlooLink else "streams"):
         meeting = MeetingState(rank, members)
         link = connect(
-            store, rank, members, Deadline(PATIENCE_S), meeting, None, print, print, print
+            part, lent, rank, members, Deadline(PATIENCE_S), meeting, None, print, print, print
         )
     assert type(link) is kind
     return link

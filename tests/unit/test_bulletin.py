@@ -26,7 +26,13 @@ def beginning(folder: Path, worlds: list[str]) -> BoardThread:
     store = dist.FileStore(str(folder / "store"), 1)
     answer: Any = None
     return BoardThread(
-        store, 0, 1, describe=answer, is_needed=lambda _: bool(worlds), is_cut_off=lambda _: False
+        store,
+        0,
+        1,
+        lost_seconds=60.0,
+        describe=answer,
+        is_needed=lambda _: bool(worlds),
+        is_cut_off=lambda _: False,
     )
 
 
@@ -150,8 +156,8 @@ def test_what_is_removed_while_it_is_looked_for_holds_nobody(
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.1))  # for a wait, which then raises
     board = Board(store, 0, Processes())
-    board._store = Vanishing(board._store)  # type: ignore[assignment]  # noqa: SLF001  # there is no public way
-    store.set(f"objcomm/{key}", "7")
+    board._store = Vanishing(store)  # noqa: SLF001  # there is no public way
+    store.set(key, "7")
     look(board)
 
 

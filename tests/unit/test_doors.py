@@ -6,8 +6,6 @@ import select
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,7 +14,7 @@ from objcomm._transport.doors import Door, OtherKeyError, Words, own_addresses
 from tests.hosts import free_port
 from tests.waits import wait_until
 
-_STORE: Any = SimpleNamespace(port=29500)
+_STORE_PORT = 29500
 _SESSION = "5e" * 32
 
 
@@ -44,14 +42,14 @@ def test_a_host_tells_the_addresses_that_lead_to_it(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", variable)
     monkeypatch.setattr(doors, "interface_addresses", lambda: interfaces)
     monkeypatch.setattr(doors, "addresses_towards", lambda _: towards)
-    assert own_addresses(_STORE) == told
+    assert own_addresses(_STORE_PORT) == told
 
 
 def test_a_machine_without_a_card_tells_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(doors, "interface_addresses", lambda: {"lo": ["127.0.0.1", "::1"]})
     monkeypatch.setattr(doors, "addresses_towards", lambda _: {"127.0.0.1"})
-    assert own_addresses(_STORE) == ["127.0.0.1"]
+    assert own_addresses(_STORE_PORT) == ["127.0.0.1"]
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class Rank:
     """One rank of a world that has met; it has published its position, unless it is silent."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, silent: set[int]) -> None:
-        self.board = Board(store, rank, Processes())
+        self.board = Board(dist.PrefixStore("objcomm", store), rank, Processes())
         self.store: Any = Counted(self.board._store)  # noqa: SLF001  # nothing else shows the questions
         setattr(self.board, "_store", self.store)  # noqa: B010  # a counter in place of the store
         self.mesh = mesh_that_has_met(rank, tuple(range(size)), self._board_thread())

@@ -164,7 +164,7 @@ def test_what_several_add_to_a_file_at_once_is_all_there_though_it_is_removed_me
             return find(key, expected, desired)
 
     for entry in ("first\n", "second\n", "third\n"):
-        rendezvous._append(Removed(), "key", entry)  # type: ignore[arg-type]  # noqa: SLF001  # it has a store's methods
+        rendezvous._append(Removed(), "key", entry)  # noqa: SLF001  # it has a store's methods
     assert removed == ["first\n"]
     assert store.get("key") == b"second\nthird\n"
 

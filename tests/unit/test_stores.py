@@ -1,17 +1,22 @@
 """Connections to a store, and which thread gets which."""
 
 import os
-import socket
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from objcomm._transport.sockets import hang_up, open_sockets, other_ends
-from objcomm._transport.store import Clients, UntilLost, loopback_store, read
+from objcomm._transport.store import (
+    Clients,
+    SharedStore,
+    StorePart,
+    loopback_store,
+    read,
+    under,
+)
 from objcomm._world import bare
 
 
@@ -89,36 +94,65 @@ def test_after_an_outage_there_is_a_new_connection() -> None:
     other.set("key", "value")
 
 
-def test_a_store_whose_host_is_gone_is_asked_nothing_more() -> None:
-    """Torch writes a page to stderr for each attempt."""
-    asked: list[str] = []
+def shared_to(store: dist.Store) -> SharedStore:
+    shared = SharedStore()
+    shared.open(store, 60.0)
+    return shared
 
-    class Gone:
-        def check(self, keys: list[str]) -> bool:
-            asked.extend(keys)
-            if len(asked) > 1:
-                raise dist.DistNetworkError("Broken pipe")
-            return True
 
+def test_a_part_of_a_shared_store_has_the_keys_of_torchs(store: dist.Store) -> None:
+    part = under(StorePart(shared_to(store), "one"), "two")
+    part.set("key", "value")
+    assert dist.PrefixStore("one/two", store).get("key") == b"value"
+    assert read(part, "key") == b"value"
+    assert part.add("count", 2) == 2
+    assert not part.check(["another"])
+
+
+def test_after_an_error_a_shared_store_is_requested_nothing_more() -> None:
+    """Torch writes a page to stderr for each attempt, and may read a late answer as the next."""
+    requested: list[str] = []
+
+    class Slow(dist.HashStore):
         def add(self, key: str, _: int) -> int:
-            asked.append(key)
-            return 1
+            requested.append(key)
+            raise dist.DistNetworkError("timed out")
 
-    store = UntilLost(cast("dist.Store", Gone()), {})
-    assert store.check(["there"])
-    with pytest.raises(dist.DistNetworkError, match="Broken pipe"):
-        store.check(["gone"])
-    with pytest.raises(dist.DistNetworkError, match="Broken pipe"):
-        store.add("later", 1)
-    assert asked == ["there", "gone"]
+        def clone(self) -> dist.Store:
+            return self
+
+    part = StorePart(shared_to(Slow()), "part")
+    with mock.patch.object(dist, "PrefixStore", lambda _, store: store):
+        for _ in range(2):
+            with pytest.raises(dist.DistNetworkError, match="timed out"):
+                part.add("key", 1)
+    assert requested == ["key"]
 
 
-def test_what_its_host_has_closed_is_not_asked_at_all() -> None:
-    near, far = socket.socketpair()
-    ends = {os.fstat(near.fileno()).st_ino: near.fileno()}
-    store = UntilLost(dist.HashStore(), ends)
-    store.set("key", "value")
-    far.close()
+def test_a_shared_store_that_its_host_has_closed_is_not_requested() -> None:
+    hosted = loopback_store()
+    part = StorePart(shared_to(hosted), "part")
+    part.set("key", "value")
+    del hosted
     with pytest.raises(dist.DistNetworkError, match="has closed the connection"):
-        store.get("key")
-    near.close()
+        part.check(["key"])
+
+
+def test_a_shared_store_is_opened_again_after_an_outage_and_not_once_it_was_hung_up() -> None:
+    hosted = loopback_store()
+    shared = SharedStore()
+    with pytest.raises(dist.DistNetworkError, match="not connected"):
+        shared.request("part", "add", "key", 1)
+    before = open_sockets()
+    for number in (1, 2):
+        shared.open(hosted, 60.0)
+        shared.open(hosted, 60.0)
+        assert shared.request("part", "add", "key", 1) == number
+        assert shared.port == hosted.port
+        (end,) = other_ends(before, hosted.port)
+        hang_up({end})
+        with pytest.raises(dist.DistNetworkError, match="has closed the connection"):
+            shared.request("part", "add", "key", 1)
+    shared.hang_up()
+    with pytest.raises(dist.DistNetworkError, match="has closed its connections"):
+        shared.open(hosted, 60.0)

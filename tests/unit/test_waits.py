@@ -114,8 +114,8 @@ def test_missing_memory_on_a_device_is_no_peers_end() -> None:
 
 
 def board_on(path: Path) -> tuple[Board, dist.Store]:
-    store = dist.FileStore(str(path / "store"), 1)
-    return Board(store, 0, Processes()), dist.PrefixStore("objcomm", store)
+    store = dist.PrefixStore("objcomm", dist.FileStore(str(path / "store"), 1))
+    return Board(store, 0, Processes()), store
 
 
 @pytest.mark.parametrize(
