@@ -160,8 +160,8 @@ class DecodeError(CodecError):
             what = f"what {sender} gave to {self.origin.operation}{where}"
         if self.path:
             what += f", at {self.path}, made by {self.made_by!r}"
-        told = f"codec {self.codec!r} cannot decode {what}: {self.reason}"
-        return told + _cure_of(self.lacking, sender)
+        text = f"codec {self.codec!r} cannot decode {what}: {self.reason}"
+        return text + _cure_of(self.lacking, sender)
 
 
 def _cure_of(lacking: str, sender: str) -> str:
@@ -298,7 +298,7 @@ def _seconds_text(seconds: Sequence[float]) -> str:
     return f"{' to '.join(texts)} s"
 
 
-def whereabouts(
+def position_texts(
     positions: Iterable[Position],
     silent: Collection[int] = (),
     foremost: Collection[int] = (),
@@ -321,7 +321,7 @@ def whereabouts(
     for each in known:
         rank = each.rank if is_few else -1
         places[each._replace(rank=rank, seconds=0.0, line_seconds=0.0)].append(each)
-    told = [
+    lines = [
         (
             [each.rank for each in of],
             of[0]._with_others(of[1:], is_past=is_past),  # noqa: SLF001  # of this module
@@ -330,12 +330,12 @@ def whereabouts(
     ]
     unheard = [[rank] for rank in silent] if is_few else [sorted(silent)] * bool(silent)
     since = f" for {silent_seconds:.1f} s" * bool(silent_seconds)
-    told += [(ranks, f"{ranks_text(ranks)}: no answer{since} ({_SILENT})") for ranks in unheard]
-    told.sort(key=lambda each: (len(each[0]) if is_past else 0, each[0]))
-    if len(told) > _MOST_LINES:
-        told.sort(key=lambda each: set(foremost).isdisjoint(each[0]))
-    rest = [rank for ranks, _ in told[_MOST_LINES:] for rank in ranks]
-    texts = [text for _, text in told[:_MOST_LINES]]
+    lines += [(ranks, f"{ranks_text(ranks)}: no answer{since} ({_SILENT})") for ranks in unheard]
+    lines.sort(key=lambda each: (len(each[0]) if is_past else 0, each[0]))
+    if len(lines) > _MOST_LINES:
+        lines.sort(key=lambda each: set(foremost).isdisjoint(each[0]))
+    rest = [rank for ranks, _ in lines[_MOST_LINES:] for rank in ranks]
+    texts = [text for _, text in lines[:_MOST_LINES]]
     return texts + [f"{ranks_text(rest)}: elsewhere"] * bool(rest)
 
 
@@ -346,7 +346,7 @@ OTHER_LINES = "other lines"
 OTHER_OPTIONS = "other op=, confirm=, check= or function"
 
 #: Reason for a deadlock: ranks that wait for each other in calls that do not match.
-CIRCLE = "each waits for another"
+CYCLE = "each waits for another"
 
 #: Reason for a deadlock of ranks that all wait for a message, or for one to be received.
 NO_MATCH = "each waits for another to send or receive"
@@ -371,8 +371,8 @@ class DesyncError(WireError):
         self.positions = {position.rank: position for position in listed}
 
     def __str__(self) -> str:
-        is_past = self.reason not in (CIRCLE, NO_MATCH)
-        each = whereabouts(self.positions.values(), is_past=is_past)
+        is_past = self.reason not in (CYCLE, NO_MATCH)
+        each = position_texts(self.positions.values(), is_past=is_past)
         where = ", but ".join(each) if len(each) <= _PAIR else "; ".join(each)
         advice = "; every rank must make the same calls in the same order"
         if self.reason == NO_MATCH or any(each.unmatched for each in self.positions.values()):
@@ -436,12 +436,12 @@ class TransportTimeout(TransportError, TimeoutError):
 
     def __str__(self) -> str:
         answered = [each for rank, each in self.positions.items() if rank not in self.silent]
-        where = whereabouts(answered, self.silent, self.missing, self.silent_seconds)
+        where = position_texts(answered, self.silent, self.missing, self.silent_seconds)
         where += ["store: no answer"] * self.is_store_silent
-        told = f"; {'; '.join(where)}" if where else ""
+        positions = f"; {'; '.join(where)}" if where else ""
         return (
             f"{self.operation}: {ranks_text(self.missing)} did not arrive within {self.seconds:g} s"
-            f"{told}; if the work before this call may take longer, pass a larger timeout="
+            f"{positions}; if the work before this call may take longer, pass a larger timeout="
         )
 
 
@@ -577,9 +577,9 @@ class LaunchError(ObjcommError, RuntimeError):
         self.failures = dict(failures)
 
     def __str__(self) -> str:
-        told = list(self.failures.values())
-        first_lines = [replace(each, message=each.message.partition("\n")[0]) for each in told]
-        return f"launch: {self.name} failed on {_summary(first_lines)}{_tracebacks(told)}"
+        failures = list(self.failures.values())
+        first_lines = [replace(each, message=each.message.partition("\n")[0]) for each in failures]
+        return f"launch: {self.name} failed on {_summary(first_lines)}{_tracebacks(failures)}"
 
 
 class CaughtAs:
@@ -699,9 +699,9 @@ def _summary(failures: Sequence[RankFailure]) -> str:
     for each in failures:
         alike[f"{each.type_name}: {each.message}"].append(each.rank)
     most = _LETTERS_OF_FAILURES // min(max(len(alike), 1), _MOST_LINES)
-    told = [f"{ranks_text(ranks)}: {_excerpt(text, most)}" for text, ranks in alike.items()]
+    texts = [f"{ranks_text(ranks)}: {_excerpt(text, most)}" for text, ranks in alike.items()]
     rest = [rank for ranks in list(alike.values())[_MOST_LINES:] for rank in ranks]
-    return "; ".join([*told[:_MOST_LINES], *[f"{ranks_text(rest)}: other errors"] * bool(rest)])
+    return "; ".join([*texts[:_MOST_LINES], *[f"{ranks_text(rest)}: other errors"] * bool(rest)])
 
 
 def _tracebacks(failures: Sequence[RankFailure]) -> str:
@@ -710,14 +710,14 @@ def _tracebacks(failures: Sequence[RankFailure]) -> str:
     for each in failures:
         if each.traceback.strip():
             alike[each.traceback.rstrip()].append(each.rank)
-    told = []
+    texts = []
     for text, ranks in list(alike.items())[:_FEW]:
         # If nothing was raised, there is only the line of the call.
         is_call = text.startswith("  File ") and "Traceback (" not in text
-        told.append(f"\n\n{'Call' if is_call else 'Traceback'} of {ranks_text(ranks)}:\n{text}")
+        texts.append(f"\n\n{'Call' if is_call else 'Traceback'} of {ranks_text(ranks)}:\n{text}")
     rest = [rank for ranks in list(alike.values())[_FEW:] for rank in ranks]
     more = f"\n\nThe tracebacks of {ranks_text(rest)} differ from these; see .failures"
-    return "".join(told) + more * bool(rest)
+    return "".join(texts) + more * bool(rest)
 
 
 def _excerpt(text: str, letters: int) -> str:

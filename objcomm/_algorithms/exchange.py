@@ -139,16 +139,16 @@ class Exchange(Transfers):
             self.hand_over()
         return self.device
 
-    def swap_words(self, peers: Sequence[int]) -> None:
+    def swap_signals(self, peers: Sequence[int]) -> None:
         """Exchange go-aheads with ranks that all call this, before data follows on device links.
 
         A wait on a device link cannot be interrupted, so a rank must not enter it for a peer that
         has rejected a message.
         """
         if peers:
-            are_ready = self.words_of(peers)
+            are_ready = self.ready_signals_of(peers)
             for peer in peers:
-                self.give_word(peer)
+                self.give_signal(peer)
             are_ready()
             self.entry.rounds += 1
 
@@ -285,14 +285,14 @@ class Exchange(Transfers):
         if not header.is_inline:
             is_last = not header.payload_nbytes
             body = self._body_pieces(message, chunk_nbytes)
-            self._relay(body, place, message, self.words_of(children) if is_last else None)
+            self._relay(body, place, message, self.ready_signals_of(children) if is_last else None)
         if parent is not None:
             self._open(message, is_shared=bool(beside))
         if beside:
             parent, children = self._hand_out(message, root, place, beside)
         elif header.payload_nbytes:
             pieces = self._pieces(message, chunk_nbytes)
-            self._relay(pieces, place, message, self.words_of(children))
+            self._relay(pieces, place, message, self.ready_signals_of(children))
         if not is_paced(message) and self._is_noticed(message):
             self.confirm([] if parent is None else [parent], children)
 
@@ -360,10 +360,10 @@ class Exchange(Transfers):
                 if share is not None
             ]
         has_all = torch.tensor([len(memories) == self.size], dtype=torch.uint8, device="cpu")
-        told = [(peer, self.arriving(empty(1), peer, is_ended=False)) for peer in others]
+        answers = [(peer, self.arriving(empty(1), peer, is_ended=False)) for peer in others]
         for peer in others:
             self.send_flat(has_all, peer, is_ended=False)
-        have_all = [bool(each.wait(peer).item()) for peer, each in told]
+        have_all = [bool(each.wait(peer).item()) for peer, each in answers]
         return Workspace(memories) if has_all.item() and all(have_all) else None
 
     def _place(self, nbytes: int, root: int) -> "_Place":
@@ -413,11 +413,11 @@ class Exchange(Transfers):
         self.entry.rounds += 1
         if self.rank != first:
             loan = self.borrow(message.on_host, first)
-            self.give_word(first)
+            self.give_signal(first)
             message.replace(message.on_host, self.lent(loan))
             return first, []
         far = [child for child in children if child not in beside]
-        words = self.words_of([*far, *beside])
+        words = self.ready_signals_of([*far, *beside])
         place = parent, far, chunk_nbytes
         if parent is None:
             share = self._sent_and_copied(message, place, words)
@@ -517,7 +517,7 @@ class Exchange(Transfers):
             arriving = self._stream(relayed, parent, is_paced=has_receipts)
             if are_all_ready is not None:
                 are_all_ready()
-                self.give_word(parent)
+                self.give_signal(parent)
         for unit in arriving:
             for child in children:
                 for piece in unit:

@@ -128,7 +128,7 @@ def gather(
     if messages is None:
         if not message.is_all_head and is_wanted:
             exchange.send_rest(message, [root])
-            exchange.swap_words([root] if exchange.device.carries(message) else [])
+            exchange.swap_signals([root] if exchange.device.carries(message) else [])
             exchange.accelerators().send(message, root)
         return None
     arriving = []
@@ -138,7 +138,7 @@ def gather(
     if not arriving:
         return messages
     exchange.recv_rest(arriving)
-    exchange.swap_words([peer for peer, each in arriving if exchange.device.carries(each)])
+    exchange.swap_signals([peer for peer, each in arriving if exchange.device.carries(each)])
     for peer, each in arriving:
         exchange.accelerators().recv(each, peer)
     return messages
@@ -282,7 +282,9 @@ def scatter(exchange: Exchange, messages: Sequence[Message] | None, root: int) -
         return _recv_scattered(exchange, parent, children, below, root)
     exchange.entry.rounds += 1
     others = [peer for peer in range(exchange.size) if peer != root]
-    are_all_ready = exchange.words_of(peer for peer in others if not messages[peer].is_all_head)
+    are_all_ready = exchange.ready_signals_of(
+        peer for peer in others if not messages[peer].is_all_head
+    )
     for child, ranks in zip(children, below, strict=True):
         if len(ranks) == 1:
             exchange.send_head(messages[child], [child], destination=child)
@@ -292,7 +294,7 @@ def scatter(exchange: Exchange, messages: Sequence[Message] | None, root: int) -
     are_all_ready()
     for peer in others:
         exchange.send_rest(messages[peer], [peer])
-        exchange.swap_words([peer] if exchange.device.carries(messages[peer]) else [])
+        exchange.swap_signals([peer] if exchange.device.carries(messages[peer]) else [])
         exchange.accelerators().send(messages[peer], peer)
     return messages[root]
 
@@ -306,7 +308,7 @@ def _recv_scattered(
 ) -> Message:
     """Return this rank's message, after passing on those for ranks below it."""
     if not children:
-        return recv(exchange, parent, made_by=root, gives_word=True)
+        return recv(exchange, parent, made_by=root, gives_signal=True)
     heads_max = 1 + sum(map(len, below))
     (bundle,) = _recv_bundles(exchange, [parent], [heads_max])
     rest = contents_of(bundle)
@@ -319,7 +321,7 @@ def _recv_scattered(
             exchange.send_head(head_of(heads, head), [child])
         else:
             _send_bundle(exchange, compose_bundle(exchange, [heads]), child)
-    return _with_rest(exchange, message, root, gives_word=True)
+    return _with_rest(exchange, message, root, gives_signal=True)
 
 
 def _cut(
@@ -364,7 +366,7 @@ def all_to_all(exchange: Exchange, messages: Sequence[Message]) -> list[Message]
         exchange.send_rest(messages[peer], [peer])
     exchange.recv_rest([(peer, arrived[peer]) for peer in others])
     carries = exchange.device.carries
-    exchange.swap_words(
+    exchange.swap_signals(
         [peer for peer in others if carries(messages[peer]) or carries(arrived[peer])]
     )
     for source in range(exchange.size):  # a device link has one order for all ranks
@@ -443,12 +445,12 @@ def send(exchange: Exchange, message: Message, peer: int) -> None:
     exchange.entry.rounds += 1
     exchange.send_head(message, [peer], destination=peer, may_be_whole=True)
     exchange.send_rest(message, [peer])
-    exchange.swap_words([peer] if exchange.device.carries(message) else [])
+    exchange.swap_signals([peer] if exchange.device.carries(message) else [])
     exchange.accelerators().send(message, peer)
 
 
 def recv(
-    exchange: Exchange, peer: int, *, made_by: int | None = None, gives_word: bool = False
+    exchange: Exchange, peer: int, *, made_by: int | None = None, gives_signal: bool = False
 ) -> Message:
     """Receive a message from one rank, which calls ``send`` or passes on another rank's message.
 
@@ -456,21 +458,21 @@ def recv(
         exchange: the call's exchange.
         peer: the rank that sends its head.
         made_by: the rank that created it and sends the rest; ``peer`` if None.
-        gives_word: whether the sender of the rest waits for a signal that there is memory for it.
+        gives_signal: whether the sender of the rest waits for a signal that there is memory for it.
     """
     (message,) = exchange.recv_heads([peer], made_by=made_by)
     source = peer if made_by is None else made_by
-    return _with_rest(exchange, message, source, gives_word=gives_word)
+    return _with_rest(exchange, message, source, gives_signal=gives_signal)
 
 
-def _with_rest(exchange: Exchange, message: Message, peer: int, *, gives_word: bool) -> Message:
+def _with_rest(exchange: Exchange, message: Message, peer: int, *, gives_signal: bool) -> Message:
     """Receive the rest of a message for this rank alone from ``peer``, and return the message."""
     exchange.gate.check_addressed(message.header)
-    if gives_word and not message.is_all_head:
+    if gives_signal and not message.is_all_head:
         exchange.make_room(message, peer)
-        exchange.give_word(peer)
+        exchange.give_signal(peer)
     exchange.recv_rest([(peer, message)])
-    exchange.swap_words([peer] if exchange.device.carries(message) else [])
+    exchange.swap_signals([peer] if exchange.device.carries(message) else [])
     exchange.accelerators().recv(message, peer)
     return message
 

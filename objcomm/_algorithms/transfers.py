@@ -204,7 +204,7 @@ class Transfers:
             flat = empty(1)
             self.sends.append((self._post(peer, flat, self._receipt_tag), peer, flat, None))
 
-    def words_of(self, peers: Iterable[int]) -> Callable[[], None]:
+    def ready_signals_of(self, peers: Iterable[int]) -> Callable[[], None]:
         """Expect go-aheads from some ranks; the returned function waits for them.
 
         Like ``_expect_receipts``, call this before starting the sends that they follow.
@@ -218,7 +218,7 @@ class Transfers:
 
         return wait
 
-    def give_word(self, peer: int) -> None:
+    def give_signal(self, peer: int) -> None:
         """Signal to ``peer`` that this rank accepts the data that follows."""
         self._send(empty(1), peer, self._receipt_tag, None)
 
@@ -456,8 +456,8 @@ def taken_out(buffers: Sequence[Buffer], share: Share) -> list[Buffer]:
         where = places([each.flat.numel() for each in buffers])
         return [_filled(*each, share) for each in zip(buffers, where, strict=True)]
     except ValueError as error:
-        told = f"the shared memory is smaller than its sender said: {error}"
-        raise WireError(told) from error
+        reason = f"the shared memory is smaller than its sender said: {error}"
+        raise WireError(reason) from error
 
 
 def _filled(buffer: Buffer, place: Place, share: Share) -> Buffer:

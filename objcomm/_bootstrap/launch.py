@@ -247,9 +247,9 @@ class _Job:
                 reason = f"it had not ended {_GRACE_SECONDS:g} s after another rank failed"
             if time.monotonic() > deadline:
                 # A rank that has reported its outcome is only slow to end.
-                self._ask_for_stacks([rank for rank in running if not self._has_told(rank)])
+                self._ask_for_stacks([rank for rank in running if not self._has_reported(rank)])
                 # Decided before they are ended: the end of one makes others fail, too.
-                late = [rank for rank in running if not self._has_told(rank)]
+                late = [rank for rank in running if not self._has_reported(rank)]
                 self.failed = dict.fromkeys(late, reason)
                 return
             time.sleep(_POLL_SECONDS)
@@ -261,10 +261,10 @@ class _Job:
         return [rank for rank, process in self._processes().items() if process.poll() is None]
 
     def _has_failed(self) -> bool:
-        has_told = any(self._path("failure", rank).exists() for rank in range(self._nproc))
-        return has_told or any(each.poll() for each in self._processes().values())
+        has_reported = any(self._path("failure", rank).exists() for rank in range(self._nproc))
+        return has_reported or any(each.poll() for each in self._processes().values())
 
-    def _has_told(self, rank: int) -> bool:
+    def _has_reported(self, rank: int) -> bool:
         return any(self._path(kind, rank).exists() for kind in ("result", "failure"))
 
     def _ask_for_stacks(self, ranks: list[int]) -> None:
@@ -325,8 +325,8 @@ class _Job:
         if not ended and self._path("result", rank).exists():
             return pickle.loads(self._path("result", rank).read_bytes())  # noqa: S301  # our own rank's
         if not ended and self._path("failure", rank).exists():
-            _, told = json.loads(self._path("failure", rank).read_text(encoding="utf-8"))
-            raise _Failed(RankFailure(rank, *told))
+            _, failure = json.loads(self._path("failure", rank).read_text(encoding="utf-8"))
+            raise _Failed(RankFailure(rank, *failure))
         status = self._processes()[rank].returncode or 0
         how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         reason = ended or f"its process ended without a report: {how}"

@@ -35,8 +35,8 @@ def main() -> int:
             _leave(folder / f"result{rank}", dumps(_run(folder)))
         except BaseException as error:  # noqa: BLE001  # all are reported
             failure = failure_of(error, rank)
-            told = (failure.type_name, failure.message, failure.traceback)
-            _leave(folder / f"failure{rank}", json.dumps((is_heard(error), told)).encode())
+            summary = (failure.type_name, failure.message, failure.traceback)
+            _leave(folder / f"failure{rank}", json.dumps((is_heard(error), summary)).encode())
             # After its own failure is reported, because ranks that wait for this one now fail too.
             # In the handler, because then calls are not compared: this rank made fewer of them.
             shutdown()

@@ -556,13 +556,13 @@ class Call:
         exchange.is_confirmed = False
         with exchange:
             if exchange.size == _PAIR:
-                told = routes.all_gather(exchange, mine)
+                outcomes = routes.all_gather(exchange, mine)
             else:
-                all_told = routes.gather(exchange, mine, routes.HUB)
+                all_outcomes = routes.gather(exchange, mine, routes.HUB)
                 done = self.announcement(Status.VALUE)
-                answer = None if all_told is None else self.failures(all_told) or done
-                told = [routes.broadcast(exchange, answer, routes.HUB)]
-        self.raise_failures(told)
+                answer = None if all_outcomes is None else self.failures(all_outcomes) or done
+                outcomes = [routes.broadcast(exchange, answer, routes.HUB)]
+        self.raise_failures(outcomes)
 
     def later(self, rest: Callable[[], R]) -> Work[R]:
         """Hand the rest of an asynchronous operation to the lane's thread.

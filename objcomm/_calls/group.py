@@ -292,14 +292,14 @@ class Group:
         """Whether the connections between all ranks are closed for good."""
         return self._whole.is_broken
 
-    def absolve(self, verdict: Verdict, global_ranks: Iterable[int]) -> None:
+    def mark_raised(self, verdict: Verdict, global_ranks: Iterable[int]) -> None:
         """End the channels among these ranks by a verdict that the calling thread raises elsewhere.
 
         Other threads raise it in their next calls, as they do on the other ranks.
         """
         for channel in (self._whole, *tuple(self._channels.values())):
             if set(channel.global_ranks) <= set(global_ranks):
-                channel.absolve(verdict)
+                channel.mark_raised(verdict)
 
     def channel(self, members: tuple[int, ...]) -> Channel:
         """Return the channel between ``members``, in ascending order; needs no other rank."""
@@ -360,8 +360,8 @@ class Group:
 
 def _listed(ranks: Sequence[int]) -> str:
     """Return a unique text for a list of ranks that is short enough for a store key."""
-    told = ",".join(map(str, ranks))
-    return told if len(told) < _LISTED_MAX else f"{len(ranks)} ranks ({fingerprint(told):016x})"
+    text = ",".join(map(str, ranks))
+    return text if len(text) < _LISTED_MAX else f"{len(ranks)} ranks ({fingerprint(text):016x})"
 
 
 def _living(reference: Callable[[], Any]) -> Any:

@@ -102,7 +102,7 @@ class Watched(Exchange):
         if sys.is_finalizing():
             check_running(entry.operation)
         if verdict is not None:  # the mesh ended while this call waited for earlier ones
-            self._absolve()
+            self._mark_raised()
             self._end_elsewhere(verdict)
             raise verdict.error(entry.operation, self.header.position)
         entry.regions = regions.get()
@@ -155,7 +155,7 @@ class Watched(Exchange):
     def give_up(self, error: BaseException) -> None:
         """Report an error outside the traffic to the other ranks, if they wait for this call."""
         if not self.is_over:
-            self._absolve()
+            self._mark_raised()
             # Ctrl-C between two steps: this call has its number, so the others wait for it.
             self.mesh.settle(self._proposal(error))
 
@@ -171,7 +171,7 @@ class Watched(Exchange):
         """Record that the program takes the error of this call, which ran on another thread."""
         verdict = self.mesh.verdict
         if self._is_to_hear and verdict is not None:
-            self.mesh.absolve(self.lane.owner)
+            self.mesh.mark_raised(self.lane.owner)
             end_elsewhere(verdict, self.lane.owner)
 
     @property
@@ -184,11 +184,11 @@ class Watched(Exchange):
         lane = self.lane
         return lane.order is None and lane.owner is not threading.current_thread()
 
-    def _absolve(self) -> None:
+    def _mark_raised(self) -> None:
         """Record that the thread that made the call raises the verdict, for all its lanes."""
         self._is_to_hear = self._is_raised_later
         if not self._is_to_hear:
-            self.mesh.absolve(self.lane.owner)
+            self.mesh.mark_raised(self.lane.owner)
 
     def _end_elsewhere(self, verdict: Verdict) -> None:
         """End a verdict's other meshes; the thread that made the call raises it for all of them."""
@@ -198,7 +198,7 @@ class Watched(Exchange):
     def _raise_verdict(self, error: BaseException) -> None:
         """Report an error to all ranks and raise what they raise; return if that is ``error``."""
         mesh, position, operation = self.mesh, self.header.position, self.entry.operation
-        self._absolve()
+        self._mark_raised()
         proposal = self._proposal(error)
         if proposal.cause is Cause.LOST:
             verdict = end_by_loss(mesh, proposal)

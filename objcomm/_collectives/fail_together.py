@@ -102,16 +102,16 @@ class _Block:
                 self._key = call.place
         except CollectiveError:
             # The beginning does not synchronize ranks: another may already have failed inside.
-            told = self._verdict
-            if told is not None and told.block and told.block not in regions.get():
-                self._absolve_groups(told)
+            verdict = self._verdict
+            if verdict is not None and verdict.block and verdict.block not in regions.get():
+                self._mark_groups_raised(verdict)
             raise
         if not self._key:
             return  # no other rank can fail in a group of one
-        told = self._enter()
-        if told is not None:
-            self._absolve_groups(told)
-            raise told.error(self._called)
+        verdict = self._enter()
+        if verdict is not None:
+            self._mark_groups_raised(verdict)
+            raise verdict.error(self._called)
         regions.set((*regions.get(), self._key))
 
     # The mesh may be replaced while the block is open, so each step looks up the current one. Each
@@ -171,10 +171,10 @@ class _Block:
             self._leave()
 
     def _meet(self) -> None:
-        told = self._failure
-        if told is not None:  # the block caught the error that said so
-            self._end_groups(told)
-            raise told.error(self._called)
+        verdict = self._failure
+        if verdict is not None:  # the block caught the error that said so
+            self._end_groups(verdict)
+            raise verdict.error(self._called)
         try:
             with self._call("end") as call:
                 if not call.is_alone:
@@ -205,8 +205,8 @@ class _Block:
         if mesh is not None:
             mesh.leave(self._key)
         if verdict is not None:
-            self._absolve_groups(verdict)
+            self._mark_groups_raised(verdict)
 
-    def _absolve_groups(self, verdict: Verdict) -> None:
+    def _mark_groups_raised(self, verdict: Verdict) -> None:
         for group in known_groups():
-            group.absolve(verdict, self._group.ranks)
+            group.mark_raised(verdict, self._group.ranks)

@@ -131,7 +131,7 @@ def compare(comparisons: Sequence[Comparison], board: Board) -> None:
     publishes before it reads, so if two ranks leave at the same time, at least one sees the other.
     A rank that leaves because of an error only publishes, for the ranks that wait for it.
     """
-    board.tell_calls([each.mine for each in comparisons])
+    board.publish_calls([each.mine for each in comparisons])
     for mesh, mine, is_any_closed in comparisons:
         if mine.failure:
             continue
@@ -145,9 +145,9 @@ def compare(comparisons: Sequence[Comparison], board: Board) -> None:
 def _difference_to_others(
     board: Board, mesh: Mesh, mine: GroupCalls, *, is_any_closed: bool
 ) -> Verdict | None:
-    told = board.look(mesh.nonce) if is_any_closed else None
-    if told is not None and told.reason not in FAREWELLS:
-        return told if told.cause is Cause.DESYNC else None
+    verdict = board.look(mesh.nonce) if is_any_closed else None
+    if verdict is not None and verdict.reason not in FAREWELLS:
+        return verdict if verdict.cause is Cause.DESYNC else None
     lowest = mesh.members[0]
     peers = mesh.others if mesh.rank == lowest else (lowest,)
     board.learn(mesh.ranks[peer] for peer in peers)
@@ -238,12 +238,12 @@ def _unmade(mesh: Mesh) -> Verdict | None:
 
 def _calls(mesh: Mesh) -> GroupCalls:
     lanes = [lane for lane in tuple(mesh.lanes.values()) if lane.past]
-    told = [
+    calls = [
         LaneCalls(lane.number, lane.sequence, _step(lane), _last(mesh, lane), _is_open(lane))
         for lane in lanes
     ]
     members = mesh.ranks if len(mesh.ranks) <= _MOST_LISTED else ()
-    return GroupCalls(mesh.number, mesh.rank, members, tuple(told), is_single())
+    return GroupCalls(mesh.number, mesh.rank, members, tuple(calls), is_single())
 
 
 def _step(lane: Lane) -> tuple[int, ...]:

@@ -186,7 +186,7 @@ class Channel:
         mesh = self._mesh
         return mesh is not None and mesh.verdict is not None and not mesh.can_be_replaced
 
-    def absolve(self, verdict: Verdict) -> None:
+    def mark_raised(self, verdict: Verdict) -> None:
         """End the connections by a verdict that the calling thread raises elsewhere.
 
         It also covers earlier verdicts that the calling thread has not raised yet: on every rank,
@@ -201,7 +201,7 @@ class Channel:
             return
         with self._lock:
             for each in [*self._owed, mesh]:
-                each.absolve(threading.current_thread())
+                each.mark_raised(threading.current_thread())
 
     def _is_clear_of(self, mesh: Mesh, verdict: Verdict) -> bool:
         """Whether the other rank of a pair may have joined ``mesh`` after it raised ``verdict``."""
@@ -226,7 +226,7 @@ class Channel:
                     continue
                 if raises_later and each.link is not None:
                     return each
-                each.absolve(thread)
+                each.mark_raised(thread)
                 end_elsewhere(each.verdict)
                 raise each.verdict.error(operation, each.last_position(thread))
             mesh = self._mesh

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from objcomm._observe.stacks import Running
 from objcomm._wire.header import Operation
-from objcomm.errors import CIRCLE, NO_MATCH, OTHER_OPTIONS, Position
+from objcomm.errors import CYCLE, NO_MATCH, OTHER_OPTIONS, Position
 
 #: The sequence number of the rendezvous of a group's ranks, which precedes all calls.
 MEETING = -1
@@ -94,15 +94,15 @@ class Deadlock(NamedTuple):
         reason: what differs.
         found: rank, lane state and call of each.
         is_told: whether one of the ranks has confirmed the deadlock and raised.
-        told_seconds: how long the publishing process had known it when it published.
-        told_at: since when it knew it, by that process's clock.
+        known_seconds: how long the publishing process had known it when it published.
+        known_since: since when it knew it, by that process's clock.
     """
 
     reason: str
     found: tuple[tuple[int, LaneWait, Step], ...]
     is_told: bool = False
-    told_seconds: float = 0.0
-    told_at: float = 0.0
+    known_seconds: float = 0.0
+    known_since: float = 0.0
 
     @property
     def is_of_one_lane(self) -> bool:
@@ -134,7 +134,7 @@ class Deadlock(NamedTuple):
         deadlock, its own clock decides. Otherwise only the durations can be compared, and
         processes publish them at different moments.
         """
-        is_recent = self.told_seconds <= min(wait.seconds, _HEARD_WITHIN_SECONDS)
+        is_recent = self.known_seconds <= min(wait.seconds, _HEARD_WITHIN_SECONDS)
         is_beside = any(wait.group == state.group for _, state, _ in self.found)
         return is_recent and is_beside and not self._is_before(rank, wait, there)
 
@@ -145,7 +145,9 @@ class Deadlock(NamedTuple):
             for other, state, _ in self.found
         ):
             return True
-        return any(each.told_at < wait.since for each in there.circles if each.waits == self.waits)
+        return any(
+            each.known_since < wait.since for each in there.deadlocks if each.waits == self.waits
+        )
 
 
 class WaitSnapshot(NamedTuple):
@@ -155,7 +157,7 @@ class WaitSnapshot(NamedTuple):
         asked: the number of the latest question that it answers, which shows how fresh it is.
         main_thread: ident of its main thread.
         lanes: the states of all its lanes.
-        circles: the latest deadlocks that it was part of. It has raised and no longer waits, so a
+        deadlocks: the latest deadlocks that it was part of. It has raised and no longer waits, so a
             rank that searches later could not find them.
         is_single: whether no thread but the main one can make calls.
         running: where its main thread and the owners of its lanes are in the program.
@@ -164,7 +166,7 @@ class WaitSnapshot(NamedTuple):
     asked: int
     main_thread: int
     lanes: tuple[LaneWait, ...]
-    circles: tuple[Deadlock, ...] = ()
+    deadlocks: tuple[Deadlock, ...] = ()
     is_single: bool = False
     running: tuple[Running, ...] = ()
 
@@ -202,15 +204,17 @@ def find_deadlock(  # noqa: PLR0911  # each step of the search may end it
     """
     holder, here, lane = rank, mine, start
     path: list[tuple[int, LaneWait, Step]] = []
-    circles = list(mine.circles)
+    deadlocks = list(mine.deadlocks)
     while lane.now is not None:
         path.append((holder, lane, lane.now))
         theirs = fetch(lane.awaits) if lane.awaits >= 0 else None
         if theirs is None:
             return None
-        told = next((circle for circle in theirs.circles if circle.holds(rank, start)), None)
-        if told is not None:
-            return told._replace(is_told=True)
+        published = next(
+            (deadlock for deadlock in theirs.deadlocks if deadlock.holds(rank, start)), None
+        )
+        if published is not None:
+            return published._replace(is_told=True)
         their_lane = theirs.lane(lane.group, lane.number)
         if their_lane is not None and _is_of_one_mesh(lane, their_lane, theirs):
             differing = _first_difference(lane, their_lane)
@@ -221,21 +225,21 @@ def find_deadlock(  # noqa: PLR0911  # each step of the search may end it
             if _is_under_way(lane, lane.now, their_lane, fetch):
                 return None
         following = theirs.waiting_of(_serving(lane, here, their_lane, theirs))
-        circles += theirs.circles
+        deadlocks += theirs.deadlocks
         if (
             following is None
             or _meet_each_other(holder, lane, following)
-            or _is_ending(lane, lane.now, following, theirs, circles)
+            or _is_ending(lane, lane.now, following, theirs, deadlocks)
         ):
             return None
         holder, here, lane = lane.awaits, theirs, following
         met = [(other, each.group, each.number, each.since) for other, each, _ in path]
         wait = (holder, lane.group, lane.number, lane.since)
         if wait in met:
-            circle = path[met.index(wait) :]
-            if any(each.group == start.group for _, each, _ in circle):
-                are_messages = all(_is_shared(each) for _, each, _ in circle)
-                return Deadlock(NO_MATCH if are_messages else CIRCLE, tuple(circle))
+            deadlock = path[met.index(wait) :]
+            if any(each.group == start.group for _, each, _ in deadlock):
+                are_messages = all(_is_shared(each) for _, each, _ in deadlock)
+                return Deadlock(NO_MATCH if are_messages else CYCLE, tuple(deadlock))
             return None  # the ranks of that cycle will raise, and may then make this call
     return None
 
@@ -303,7 +307,7 @@ def _is_ending(
     call: Step,
     following: LaneWait,
     there: WaitSnapshot,
-    circles: Iterable[Deadlock],
+    deadlocks: Iterable[Deadlock],
 ) -> bool:
     """Whether one of two consecutive waits is about to end because its mesh has ended.
 
@@ -312,7 +316,7 @@ def _is_ending(
     its snapshot twice. The same holds for a wait beside a known deadlock: a mesh whose ranks have
     not met does not have a nonce that distinguishes it from the next one.
     """
-    if any(circle.ends(lane.awaits, following, there) for circle in circles):
+    if any(deadlock.ends(lane.awaits, following, there) for deadlock in deadlocks):
         return True
     are_known = bool(lane.nonce and following.nonce)
     if lane.group == following.group and are_known and lane.nonce != following.nonce:

@@ -28,7 +28,7 @@ from objcomm._observe.stacks import frames_by_thread
 from objcomm._transport.lane import IN_TURNS, Lane
 from objcomm._transport.store import pack_record
 from objcomm._wire.header import operation_name
-from objcomm.errors import Position, whereabouts
+from objcomm.errors import Position, position_texts
 
 # Most training scripts have a thread of these libraries, which must not hide a deadlock.
 _SERVING = frozenset({"torch", "tqdm"})
@@ -220,7 +220,7 @@ def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]
     asked = board.ask()
     mine = board.publish(wait_snapshot(meshes, asked))
     for mesh in {id(mesh): mesh for mesh, _, _ in waiting}.values():
-        losses.tell_of_own_host(board, mesh)
+        losses.publish_ends_on_own_host(board, mesh)
     for mesh, lane, entry in waiting:
         if mesh.verdict is not None or not lane.has_waiting(entry):
             continue
@@ -272,13 +272,13 @@ def _look_for_conflict(
     )
     entry.suspicion = (mine.asked, calls) if calls else None
     if conflict is not None and is_sure and lane.has_waiting(entry):
-        if not conflict.is_of_one_lane and losses.is_circle_of_the_dead(board, meshes, conflict):
+        if not conflict.is_of_one_lane and losses.is_deadlock_of_the_dead(board, meshes, conflict):
             return
         verdict = _desync(mesh, conflict)
         if conflict.is_of_one_lane:
             verdict = with_all_ranks(board, meshes, mesh, conflict.found[0][1].number, verdict)
         else:
-            board.tell_circle(conflict)
+            board.publish_deadlock(conflict)
             board.publish(mine)
         for other in meshes:  # before any connection closes, because other ranks look there then
             if other is not mesh and other.verdict is None and other.nonce in verdict.meshes:
@@ -298,7 +298,7 @@ def _desync(mesh: Mesh, conflict: Deadlock) -> Verdict:
         reason=conflict.reason,
         positions=tuple(positions),
         meshes=tuple(sorted(meshes)),
-        circle=b"" if conflict.is_of_one_lane else pack_record(conflict),
+        deadlock=b"" if conflict.is_of_one_lane else pack_record(conflict),
     )
 
 
@@ -369,10 +369,10 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
     def wanted(now: float, _: object) -> tuple[set[int], float]:
         waiting.extend(_taken(expiring))
         # The answer is the same for all calls of a mesh in the same blocks.
-        told: dict[object, bool] = {}
+        checked: dict[object, bool] = {}
         for mesh, lane, entry in waiting:
-            if _still_waits(mesh, lane, entry) and (mesh, entry.regions) not in told:
-                told[mesh, entry.regions] = _heed(board, mesh, entry)
+            if _still_waits(mesh, lane, entry) and (mesh, entry.regions) not in checked:
+                checked[mesh, entry.regions] = _heed(board, mesh, entry)
         waiting[:] = [each for each in waiting if _still_waits(*each)]
         begin = [turns.begin(mesh, entry) for mesh, _, entry in waiting]
         asking = [
@@ -466,7 +466,7 @@ def patience(entry: CallRecord) -> float:
 
 
 def report(
-    board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting], told: threading.Event
+    board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting], answered: threading.Event
 ) -> None:
     """Log what long-waiting calls wait for.
 
@@ -474,7 +474,7 @@ def report(
         board: the store.
         meshes: all meshes of this process.
         waiting: the calls.
-        told: set once the store has answered.
+        answered: set once the store has answered.
     """
     asked = board.ask()
     all_are_asked_at = time.monotonic() + _SHARE_OF_ANSWERS * _ANSWERS_WITHIN_SECONDS
@@ -483,7 +483,7 @@ def report(
         ranks: set[int] = set()
         for mesh, lane, entry in waiting:
             known = _known(mesh, answers)
-            if _is_told_by_another(mesh, lane, entry, known):
+            if _is_reported_by_another(mesh, lane, entry, known):
                 continue
             lower = [mesh.ranks[rank] for rank in mesh.members if rank < mesh.rank]
             unheard = [rank for rank in lower if rank not in answers]
@@ -494,15 +494,15 @@ def report(
         return ranks, now
 
     answers = _answers(board, meshes, asked, asked, wanted)
-    told.set()
+    answered.set()
     for mesh, lane, entry in waiting:
         known = _known(mesh, answers)
-        is_told = _is_told_by_another(mesh, lane, entry, known)
+        is_told = _is_reported_by_another(mesh, lane, entry, known)
         if mesh.verdict is None and lane.has_waiting(entry) and not is_told:
             _warn(mesh, entry, timeout_verdict(mesh, lane, entry, known))
 
 
-def _is_told_by_another(mesh: Mesh, lane: Lane, entry: CallRecord, known: Answers) -> bool:
+def _is_reported_by_another(mesh: Mesh, lane: Lane, entry: CallRecord, known: Answers) -> bool:
     """Whether a lower rank is in the same call and logs it: one line per call, not per rank."""
     has_come = _is_meeting if mesh.link is None else _has_arrived
     return lane.order is None and any(
@@ -510,9 +510,9 @@ def _is_told_by_another(mesh: Mesh, lane: Lane, entry: CallRecord, known: Answer
     )
 
 
-def report_silence(waiting: Sequence[Waiting], told: threading.Event) -> None:
+def report_silence(waiting: Sequence[Waiting], answered: threading.Event) -> None:
     """Do what ``report`` does, without other ranks' snapshots, if the store has not answered."""
-    if told.is_set():
+    if answered.is_set():
         return
     for mesh, lane, entry in waiting:
         if mesh.verdict is None and lane.has_waiting(entry):
@@ -525,11 +525,11 @@ def _warn(mesh: Mesh, entry: CallRecord, verdict: Verdict) -> None:
 
 def _text(entry: CallRecord, verdict: Verdict) -> str:
     awaited = [each for each in verdict.positions if each.rank in verdict.ranks]
-    told = (
-        whereabouts(awaited, verdict.silent, silent_seconds=verdict.silent_seconds)
+    waits = (
+        position_texts(awaited, verdict.silent, silent_seconds=verdict.silent_seconds)
         + ["store: no answer"] * verdict.is_store_silent
     )
-    return f"{entry.position()} and waits: {'; '.join(told) or 'all ranks are in it'}"
+    return f"{entry.position()} and waits: {'; '.join(waits) or 'all ranks are in it'}"
 
 
 def _answers(

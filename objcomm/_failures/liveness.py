@@ -84,7 +84,7 @@ class Process(NamedTuple):
         place: host and PID namespace; equal for processes that can look up each other's PID.
         pid: the process ID.
         born: start time in the kernel's clock ticks, because PIDs are reused; 0 if unknown.
-        word: why it ended or left its world; empty while it is alive.
+        end_reason: why it ended or left its world; empty while it is alive.
         calls: the calls it made, published when it will make no more.
         figures: the cost of its calls, packed by ``compat.report``; empty without a report.
     """
@@ -93,7 +93,7 @@ class Process(NamedTuple):
     place: str
     pid: Annotated[int, range(1, 1 << 31)]  # passed to kill(), where a negative one means a group
     born: int
-    word: str = ""
+    end_reason: str = ""
     calls: tuple[GroupCalls, ...] = ()
     figures: bytes = b""
 
@@ -145,9 +145,9 @@ class Processes:
         if self.is_new or not is_other or not self._end(process):
             self._known[rank] = process
 
-    def note_end(self, rank: int, word: str) -> None:
+    def note_end(self, rank: int, end_reason: str) -> None:
         """Record the end of a rank's process about which nothing else is known."""
-        self._known[rank] = Process(uuid.uuid4().hex, "", 0, 0, word)
+        self._known[rank] = Process(uuid.uuid4().hex, "", 0, 0, end_reason)
 
     def of(self, rank: int) -> Process | None:
         """Return a rank's process record; None if it is not known."""
@@ -169,7 +169,7 @@ class Processes:
         finds a dead process reports it to the rest.
         """
         known = [(rank, self._known[rank]) for rank in ranks if rank in self._known]
-        found = [rank for rank, each in known if each.word or each.name in self._noticed]
+        found = [rank for rank, each in known if each.end_reason or each.name in self._noticed]
         beside = [rank for rank, _ in known if rank not in found and self.is_beside(rank)]
         first, others = beside[:1], beside[1:]
         some = random.sample(others, min(len(others), _MOST_AT_A_LOOK - 1))
@@ -215,8 +215,8 @@ class Processes:
         return end if now - self._noticed.setdefault(process.name, now) >= for_seconds else ""
 
     def _end(self, process: Process) -> str:
-        if process.word or process.place != self.own.place or not process.has_ended():
-            return process.word
+        if process.end_reason or process.place != self.own.place or not process.has_ended():
+            return process.end_reason
         return f"{KILLED}{process.pid}, has ended"
 
 
@@ -247,10 +247,10 @@ def _birth_and_flags(pid: int) -> tuple[int, int]:
 def _stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on, see proc_pid_stat(5); may be empty."""
     try:
-        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    return told.rpartition(")")[2].split()
+    return status.rpartition(")")[2].split()
 
 
 def _is_there(pid: int) -> bool:

@@ -253,7 +253,7 @@ def _last_calls(mesh: Mesh) -> dict[int, GroupCalls]:
     return {peer: calls for peer, calls in found.items() if calls is not None}
 
 
-def is_circle_of_the_dead(board: Board, meshes: Sequence[Mesh], conflict: Deadlock) -> bool:
+def is_deadlock_of_the_dead(board: Board, meshes: Sequence[Mesh], conflict: Deadlock) -> bool:
     """End the meshes of a deadlock that have lost a rank, and return whether there were any.
 
     The loss then explains why the others wait.
@@ -331,8 +331,8 @@ def settle_by_name(mesh: Mesh, loss: Verdict, seconds: float = _NAMED_WITHIN_SEC
     def settle_on(board: Board) -> Verdict:
         return mesh.settle_on(board, by_name(mesh, loss, board))
 
-    told = mesh.posted(loss, settle_on, seconds)
-    return mesh.stop(by_name_here(mesh, told) if told.is_store_silent else told)
+    posted = mesh.posted(loss, settle_on, seconds)
+    return mesh.stop(by_name_here(mesh, posted) if posted.is_store_silent else posted)
 
 
 def _are_all_closed(mesh: Mesh) -> bool:
@@ -402,7 +402,7 @@ def _end_by_deaths(mesh: Mesh, died: Mapping[int, str]) -> None:
 
     def tell(board: Board) -> None:
         for peer, reason in died.items():
-            board.tell_end(mesh.ranks[peer], reason)
+            board.publish_end(mesh.ranks[peer], reason)
 
     mesh.board_thread.submit(tell)
     reason = next(iter(died.values()))
@@ -422,7 +422,7 @@ def local(mesh: Mesh, verdict: Verdict, error: TransportError) -> Verdict:
     return verdict
 
 
-def tell_of_own_host(board: Board, mesh: Mesh) -> None:
+def publish_ends_on_own_host(board: Board, mesh: Mesh) -> None:
     """Publish which processes of this host have ended, for ranks on other hosts.
 
     Those ranks cannot see it themselves: a child may keep the dead process's connections open, and
@@ -434,8 +434,8 @@ def tell_of_own_host(board: Board, mesh: Mesh) -> None:
         return
     for rank in processes.some_of(filter(processes.is_beside, ranks)):
         process, reason = processes.of(rank), processes.end_of(rank)
-        if reason and process is not None and not process.word:
-            board.tell_end(rank, reason)
+        if reason and process is not None and not process.end_reason:
+            board.publish_end(rank, reason)
             board.learn([rank])
 
 

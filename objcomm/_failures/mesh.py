@@ -223,7 +223,7 @@ class Mesh:
                 own = proposal_for(error, self.rank)
                 is_told = self.settle(own).name == own.name
             if is_told and self.verdict is not None:
-                self.absolve(lane.owner)
+                self.mark_raised(lane.owner)
             # Wait until the connector has posted the parting verdict, which is not for the ranks of
             # a later call.
             if self._meeting.parting:
@@ -276,9 +276,9 @@ class Mesh:
 
     def _raise_failures_of(self, blocks: Sequence[str], operation: str, *, is_pair: bool) -> None:
         """Raise a failure in a block around a call before the call can match one outside it."""
-        told = self.met_too_late(blocks)
-        if told is not None:
-            raise (told if is_pair else self.settle(told)).error(operation)
+        verdict = self.met_too_late(blocks)
+        if verdict is not None:
+            raise (verdict if is_pair else self.settle(verdict)).error(operation)
 
     def met_too_late(self, blocks: Sequence[str]) -> Verdict | None:
         """Return the verdict on these blocks if one had failed before the ranks met.
@@ -286,20 +286,20 @@ class Mesh:
         The other rank may already have left the block.
         """
         for key in blocks:
-            told = self.failed(key)
-            if told is not None:
-                self.outlives = told.name
-                return told
+            verdict = self.failed(key)
+            if verdict is not None:
+                self.outlives = verdict.name
+                return verdict
         return None
 
-    def _heed(self, blocks: set[str]) -> None:
-        told = next(filter(None, map(self.failed, sorted(blocks))), None)
-        if told is not None:
-            self.settle(told)
+    def _check_blocks(self, blocks: set[str]) -> None:
+        verdict = next(filter(None, map(self.failed, sorted(blocks))), None)
+        if verdict is not None:
+            self.settle(verdict)
 
     def _meet(self, store: dist.Store, deadline: Deadline) -> None:
         # In a pair, ``met_too_late`` informs the rank that waits, and the other one continues.
-        self._meeting.heed = None if self.whole is not None else self._heed
+        self._meeting.check_blocks = None if self.whole is not None else self._check_blocks
         # Wait until the board's thread has published this process: its peers may rely on that.
         with contextlib.suppress(StoreSilentError):
             self.board_thread.call(lambda _: None)
@@ -336,8 +336,10 @@ class Mesh:
         except GivenUpError:
             return  # because of ``stop``, whose verdict the callers raise
         except LeftError as left:
-            word = left.word
-            self.board_thread.submit(lambda board: self.stop(board.take_in(self.name, word), board))
+            message = left.message
+            self.board_thread.submit(
+                lambda board: self.stop(board.take_in(self.name, message), board)
+            )
             return
         except BaseException as error:  # noqa: BLE001  # this thread must not end silently
             if isinstance(error, dist.DistNetworkError):
@@ -352,7 +354,7 @@ class Mesh:
                 self._lose(error)
             return
         finally:
-            self._meeting.heed = None  # breaks a cycle that would keep the connections open
+            self._meeting.check_blocks = None  # breaks a cycle that would keep the connections open
         with self._lock:
             self.number = fingerprint(self.nonce)
             self.link = link
@@ -409,8 +411,8 @@ class Mesh:
             return self.stop(self.verdict)
         if not self.nonce:
             return self.stop(proposal)
-        told = self.posted(proposal, lambda board: self.settle_on(board, proposal), seconds)
-        return self.stop(told)
+        posted = self.posted(proposal, lambda board: self.settle_on(board, proposal), seconds)
+        return self.stop(posted)
 
     def settle_on(self, board: Board, proposal: Verdict) -> Verdict:
         """Do what ``settle`` does, on the board's thread."""
@@ -447,7 +449,7 @@ class Mesh:
         by = filter(None, (each.left_by for each in self.board_thread.processes.own.calls))
         return Verdict.of(Cause.LEFT, ranks=(self.rank,), reason=DESTROYED, left_by=next(by, ""))
 
-    def absolve(self, thread: threading.Thread) -> None:
+    def mark_raised(self, thread: threading.Thread) -> None:
         """Record that ``thread`` raises the verdict, for all its lanes."""
         for lane in tuple(self.lanes.values()):
             if lane.is_of(thread):
@@ -569,9 +571,9 @@ class Mesh:
         """
         with self._lock:
             standing = self.verdict
-            told, verdict = verdict, verdict.seen_by(self.rank, self.others)
+            posted, verdict = verdict, verdict.seen_by(self.rank, self.others)
             if standing is None:
-                self._told = told
+                self._told = posted
                 self.verdict = verdict
                 # Only a desync concerns all ranks; a timeout or Ctrl-C is this rank's own matter.
                 if verdict.cause is Cause.DESYNC:
@@ -579,7 +581,7 @@ class Mesh:
                 self._meeting.end()
                 # A strong reference in a queued job would keep the mesh's connections open.
                 mesh, blocks = weakref.ref(self), frozenset(self.blocks)
-                known = self.nonce, self.rank, self.members, blocks, told
+                known = self.nonce, self.rank, self.members, blocks, posted
                 job = partial(_acknowledge, mesh, *known)
                 if self.nonce and board is None:
                     # Before any call wakes: the next mesh may remove this one's keys.

@@ -47,7 +47,7 @@ R = TypeVar("R")
 #: less often, so the store serves at most 1,000 such checks a second.
 IDLE_SECONDS = 0.3
 _LOOKS_PER_SECOND = 1000
-_CIRCLES = 4
+_DEADLOCKS_MAX = 4
 # A program that destroys many groups publishes the calls of the latest ones only.
 _MOST_GROUPS = 16
 #: How long a raising rank waits for the store.
@@ -80,7 +80,7 @@ class Board:
         """
         self._store = store
         self._processes = processes
-        self._circles: deque[tuple[Deadlock, float]] = deque(maxlen=_CIRCLES)
+        self._deadlocks: deque[tuple[Deadlock, float]] = deque(maxlen=_DEADLOCKS_MAX)
         self._sampler = StackSampler()
         self.answered = 0
         self.rank = rank
@@ -101,57 +101,57 @@ class Board:
     def publish(self, snapshot: WaitSnapshot) -> WaitSnapshot:
         """Publish a snapshot with known deadlocks and the threads' positions added; return it."""
         now = time.monotonic()
-        circles = [
-            circle._replace(told_seconds=now - since, told_at=since)
-            for circle, since in self._circles
+        deadlocks = [
+            deadlock._replace(known_seconds=now - since, known_since=since)
+            for deadlock, since in self._deadlocks
         ]
         threads = {snapshot.main_thread, *(lane.thread for lane in snapshot.lanes)}
         running = self._sampler.sample(threads, now)
-        told = snapshot._replace(circles=tuple(circles), running=running)
-        self._store.set(f"where/{self.rank}", pack_record(told))
+        published = snapshot._replace(deadlocks=tuple(deadlocks), running=running)
+        self._store.set(f"where/{self.rank}", pack_record(published))
         self.answered = snapshot.asked
-        return told
+        return published
 
-    def tell_circle(self, circle: Deadlock) -> None:
+    def publish_deadlock(self, deadlock: Deadlock) -> None:
         """Add a deadlock to the published snapshots: this rank raises because of it."""
-        if all(circle.waits != known.waits for known, _ in self._circles):
-            self._circles.append((circle, time.monotonic()))
+        if all(deadlock.waits != known.waits for known, _ in self._deadlocks):
+            self._deadlocks.append((deadlock, time.monotonic()))
 
     def learn(self, ranks: Iterable[int]) -> None:
         """Read the process records of some ranks, as far as they are published."""
         keys = {rank: f"process/{rank}" for rank in ranks}
         if len(keys) > 1 and self._store.check(list(keys.values())):
             # One request for all; it cannot block, because these keys are never removed.
-            told = self._store.multi_get(list(keys.values()))
+            records = self._store.multi_get(list(keys.values()))
         else:
-            told = [read(self._store, key) for key in keys.values()]
-        for rank, raw in zip(keys, told, strict=True):
+            records = [read(self._store, key) for key in keys.values()]
+        for rank, raw in zip(keys, records, strict=True):
             if raw is not None:
                 with contextlib.suppress(WireError):
                     self._processes.note(rank, unpack_record(raw, Process, "a process"))
 
-    def tell_end(self, rank: int, word: str) -> None:
+    def publish_end(self, rank: int, end_reason: str) -> None:
         """Publish why a rank's process has ended, unless a reason or a new process is published."""
         if rank != self.rank:
             self.learn([rank])  # the known record may be out of date
         own = rank == self.rank
         process = self._processes.own if own else self._processes.of(rank)
-        if process is not None and not process.word:
-            told = process._replace(word=word)
-            self._store.compare_set(f"process/{rank}", pack_record(process), pack_record(told))
+        if process is not None and not process.end_reason:
+            ended = process._replace(end_reason=end_reason)
+            self._store.compare_set(f"process/{rank}", pack_record(process), pack_record(ended))
 
-    def leave(self, word: str) -> None:
+    def leave(self, end_reason: str) -> None:
         """Remove this process's snapshot and publish why it leaves the world."""
         if self.answered:
             self._store.delete_key(f"where/{self.rank}")
-        self.tell_end(self.rank, word)
+        self.publish_end(self.rank, end_reason)
 
     def read(self, rank: int, asked: int) -> WaitSnapshot | None:
         """Return a rank's snapshot if it answers question ``asked`` or a later one."""
         if (raw := read(self._store, f"where/{rank}")) is None:
             return None
         try:
-            found = unpack_record(raw, WaitSnapshot, "whereabouts")
+            found = unpack_record(raw, WaitSnapshot, "a snapshot")
         except WireError:
             return None
         return found if found.asked >= asked else None
@@ -171,13 +171,13 @@ class Board:
         raw = read(self._store, f"verdict/{key}")
         return None if raw is None else self.take_in(key, raw)
 
-    def tell_calls(self, calls: Iterable[GroupCalls]) -> None:
+    def publish_calls(self, calls: Iterable[GroupCalls]) -> None:
         """Add the calls made over some meshes to this process's record; no more will follow."""
-        told = (*self._processes.own.calls, *calls)[-_MOST_GROUPS:]
-        own = self._processes.own = self._processes.own._replace(calls=told)
+        all_calls = (*self._processes.own.calls, *calls)[-_MOST_GROUPS:]
+        own = self._processes.own = self._processes.own._replace(calls=all_calls)
         self._store.set(f"process/{self.rank}", pack_record(own))
 
-    def tell_figures(self, figures: bytes) -> None:
+    def publish_figures(self, figures: bytes) -> None:
         """Add the cost of this process's calls to its record."""
         own = self._processes.own = self._processes.own._replace(figures=figures)
         self._store.set(f"process/{self.rank}", pack_record(own))
@@ -210,8 +210,8 @@ class Board:
         """
         try:
             verdict = unpack_record(raw, Verdict, "a verdict")
-            if verdict.circle:
-                self.tell_circle(unpack_record(verdict.circle, Deadlock, "a deadlock"))
+            if verdict.deadlock:
+                self.publish_deadlock(unpack_record(verdict.deadlock, Deadlock, "a deadlock"))
         except WireError as error:
             return Verdict(Cause.LEFT, f"unread/{key}", reason=str(error))
         return verdict
@@ -320,19 +320,19 @@ class BoardThread:
         If the last answer is old, the store is asked again in the background, so a caller that
         polls learns of a verdict soon.
         """
-        told, ask_at = self._heard.get(key, (None, 0.0))
-        if told is None and time.monotonic() >= ask_at:
+        verdict, ask_at = self._heard.get(key, (None, 0.0))
+        if verdict is None and time.monotonic() >= ask_at:
             self._heard[key] = (None, math.inf)  # until there is an answer
             self.submit(functools.partial(self._hear, key))
-        return told
+        return verdict
 
     def _hear(self, key: str, board: Board) -> None:
-        told = None
+        verdict = None
         try:
-            told = board.look(key)
+            verdict = board.look(key)
         finally:
             if key in self._heard:
-                self._heard[key] = (told, time.monotonic() + _HEARD_SECONDS)
+                self._heard[key] = (verdict, time.monotonic() + _HEARD_SECONDS)
 
     def forget(self, key: str) -> None:
         """Drop what is known about ``key``; nothing will ask for it any more."""

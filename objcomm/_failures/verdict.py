@@ -74,7 +74,7 @@ class Verdict(NamedTuple):
         is_store_silent: whether the store did not answer; the verdict is posted once it does.
         operation: the operation that failed, if it is not the one that the raising rank is in.
         meshes: the nonces of all meshes that the verdict ends, if there are several.
-        circle: a packed ``Deadlock`` that lists which rank waited for which.
+        deadlock: a packed ``Deadlock`` that lists which rank waited for which.
         is_final: whether no rank may try again in its next call, even if its own ranks had not
             connected: a rank is known to be gone, or another rank had connected and lost its
             connections.
@@ -95,7 +95,7 @@ class Verdict(NamedTuple):
     is_store_silent: bool = False
     operation: str = ""
     meshes: tuple[str, ...] = ()
-    circle: bytes = b""
+    deadlock: bytes = b""
     is_final: bool = False
     block: str = ""
 

@@ -171,7 +171,7 @@ class Watchdog(threading.Thread):
                 with logged("the watchdog could not determine how long to sleep"):
                     pause = self._pause()
                 if selector.select(pause):
-                    self._heed_signals(self._receiving.recv(64))
+                    self._handle_signals(self._receiving.recv(64))
                 with logged("the watchdog could not check the waiting calls"):
                     self._tick(time.monotonic())
 
@@ -183,7 +183,7 @@ class Watchdog(threading.Thread):
         dues += [due for due, _ in self._fallbacks]
         return max(0.0, min([self._looked_at + TICK_SECONDS, *dues]) - time.monotonic())
 
-    def _heed_signals(self, numbers: bytes) -> None:
+    def _handle_signals(self, numbers: bytes) -> None:
         target, forward_to = self.target, self.forward_to
         if signal.SIGINT in numbers and target is not None:
             verdict = Verdict.of(Cause.LEFT, ranks=(target.rank,), reason="it was interrupted")
@@ -207,7 +207,7 @@ class Watchdog(threading.Thread):
         ended: dict[object, bool] = {}
         for mesh, lane, entry in self._waiting():
             waited = now - entry.waits_since
-            if is_look and waited >= OVERDUE_SECONDS and self._is_in_vain(mesh, lane, entry, ended):
+            if is_look and waited >= OVERDUE_SECONDS and self._is_stuck(mesh, lane, entry, ended):
                 continue
             if now >= entry.waits_until:
                 expired[mesh.board_thread].append((mesh, lane, entry))
@@ -311,16 +311,16 @@ class Watchdog(threading.Thread):
             if mesh.is_owed:
                 log.error("group %r: %s", mesh.name, mesh.verdict.error(""), extra=mesh.labels)
 
-    def _is_in_vain(
+    def _is_stuck(
         self, mesh: Mesh, lane: Lane, entry: CallRecord, known: dict[object, bool]
     ) -> bool:
-        """Do ``_has_ended_in_vain`` once for all calls of the same kind, perhaps a thousand."""
+        """Do ``_is_call_stuck`` once for all calls of the same kind, perhaps a thousand."""
         kind = lane, entry.header.operation, entry.is_confirmed, entry.awaits, entry.regions
         if kind not in known:
-            known[kind] = self._has_ended_in_vain(mesh, lane, entry)
+            known[kind] = self._is_call_stuck(mesh, lane, entry)
         return known[kind]
 
-    def _has_ended_in_vain(self, mesh: Mesh, lane: Lane, entry: CallRecord) -> bool:
+    def _is_call_stuck(self, mesh: Mesh, lane: Lane, entry: CallRecord) -> bool:
         """End a mesh if the call needs a process that has ended; return whether it does."""
         verdict = None
         with logged("could not check whether a process has ended"):  # timeouts still work
@@ -367,14 +367,14 @@ class Watchdog(threading.Thread):
         verdict = verdict._replace(is_final=is_loss)
 
         def job(board: Board) -> None:
-            told = by_name(mesh, verdict, board) if is_loss else verdict
+            named = by_name(mesh, verdict, board) if is_loss else verdict
             if lane is not None:
                 meshes = self.meshes(mesh.board_thread)
-                told = inquiry.with_all_ranks(board, meshes, mesh, lane.number, verdict)
-            for rank in told.ranks if is_loss else ():
+                named = inquiry.with_all_ranks(board, meshes, mesh, lane.number, verdict)
+            for rank in named.ranks if is_loss else ():
                 why = mesh.board_thread.processes.end_of(mesh.ranks[rank])
-                board.tell_end(mesh.ranks[rank], why or told.reason)
-            mesh.settle_on(board, told)
+                board.publish_end(mesh.ranks[rank], why or named.reason)
+            mesh.settle_on(board, named)
 
         def end_alone() -> None:
             alone = verdict._replace(is_store_silent=True)
@@ -420,9 +420,9 @@ class Watchdog(threading.Thread):
             self._fall_back(seconds, end)
 
     def _report(self, board_thread: BoardThread, waiting: list[Waiting]) -> None:
-        meshes, told = self.meshes(board_thread), threading.Event()
-        board_thread.submit(lambda board: inquiry.report(board, meshes, waiting, told))
-        silence = functools.partial(inquiry.report_silence, waiting, told)
+        meshes, answered = self.meshes(board_thread), threading.Event()
+        board_thread.submit(lambda board: inquiry.report(board, meshes, waiting, answered))
+        silence = functools.partial(inquiry.report_silence, waiting, answered)
         self._fall_back(_EXPIRY_SECONDS, silence)
 
     def _investigate(self, board_thread: BoardThread, waiting: list[Waiting]) -> None:
@@ -656,7 +656,7 @@ def end_elsewhere(
     for mesh in _watchdogs.watchdog().named(verdict.meshes):
         mesh.settle(verdict)  # posts it, because not every rank of a deadlock has all its meshes
         if is_raised:
-            mesh.absolve(thread)
+            mesh.mark_raised(thread)
 
 
 def settle_desync(mesh: Mesh, lane: Lane, proposal: Verdict) -> Verdict:

@@ -129,12 +129,12 @@ class Recorder:
         if number >= _MOST_FILES:
             return
         try:
-            told = _told(known_recorders(), is_whole=True)
+            dump = _told(known_recorders(), is_whole=True)
             cause = {"group": self.name, "type": type(error).__name__, "text": str(error)}
             name = f"objcomm-rank{rank()}-{os.getpid()}-{number}.json"
             path = Path(folder).absolute() / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write(told | {"error": cause}, path)
+            _write(dump | {"error": cause}, path)
         except Exception as second:  # noqa: BLE001  # see above
             error.add_note(f"objcomm could not write this rank's last calls: {text_of(second)}")
             return
@@ -262,10 +262,10 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: GroupLike = None)
     if not isinstance(path, str | os.PathLike | None):
         raise UsageError(f"dump: path={path!r} must be the path of a file")
     recorders = known_recorders() if group is None else [recorder_of(group_for_call(group, "dump"))]
-    told = _told(recorders, is_whole=group is None)
+    dump = _told(recorders, is_whole=group is None)
     if path is not None:
-        _write(told, Path(path))
-    return told
+        _write(dump, Path(path))
+    return dump
 
 
 def _told(recorders: list[Recorder], *, is_whole: bool) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def _told(recorders: list[Recorder], *, is_whole: bool) -> dict[str, Any]:
     }
 
 
-def _write(told: dict[str, Any], path: Path) -> None:
+def _write(dump: dict[str, Any], path: Path) -> None:
     """Replace the file atomically: a concurrent reader finds either the old file or the new one.
 
     The data is first written to a file with an unpredictable name that only this user can read: in
@@ -306,7 +306,7 @@ def _write(told: dict[str, Any], path: Path) -> None:
     unfinished = Path(name)
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            json.dump(told, file, allow_nan=False)
+            json.dump(dump, file, allow_nan=False)
         unfinished.replace(path)
     except BaseException:
         unfinished.unlink()

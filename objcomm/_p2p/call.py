@@ -531,7 +531,7 @@ class Send(P2PCall):
             if self._ended_by is not None:
                 raise self._ended_by
             if self._verdict is not None:
-                pair.absolve(self._verdict)
+                pair.mark_raised(self._verdict)
                 end_elsewhere(self._verdict)
                 raise self._verdict.error(self._name, self.entry.header.position)
             if not is_offered:
@@ -796,9 +796,9 @@ class Receive(P2PCall):
         """
         for _, mesh, _ in admitted[:1]:  # all have the same world
             for key in regions.get():
-                told = mesh.board_thread.heard(key) or died_in(key)
-                if told is not None:
-                    self._raise(told)
+                verdict = mesh.board_thread.heard(key) or died_in(key)
+                if verdict is not None:
+                    self._raise(verdict)
 
     def _meet(self, request: RecvRequest) -> bool:
         """Give a request a message that has arrived; return whether there was one."""
@@ -877,7 +877,7 @@ class Receive(P2PCall):
 
     def _raise(self, verdict: Verdict) -> NoReturn:
         for pair in self._pairs():
-            pair.absolve(verdict)
+            pair.mark_raised(verdict)
         end_elsewhere(verdict)
         raise verdict.error(self._name, self.entry.header.position)
 
@@ -908,7 +908,7 @@ class Receive(P2PCall):
         self.entry.received_nbytes += len(raw)
         if is_all_head:
             if is_offered and mesh.verdict is None:
-                self._tell_received(mesh, lane)
+                self._report_received(mesh, lane)
             message = self._gate(mesh).take_in(raw, header)
         else:
             message = self._taken_in(raw, header, arrival.peer, mesh, lane)
@@ -916,7 +916,7 @@ class Receive(P2PCall):
             raise_together(self._name, failures_in([message]), None, self.group.rank)
         return self._coding.decode(message)
 
-    def _tell_received(self, mesh: Mesh, lane: Lane) -> None:
+    def _report_received(self, mesh: Mesh, lane: Lane) -> None:
         """Report to a waiting sender that its message, which is complete, has been received.
 
         This happens before anything else can fail, because the sender waits for nothing else.

@@ -366,8 +366,8 @@ class Mailbox:
             dropped = []
             while self._dropped:
                 dropped.append(self._dropped.popleft())
-            told = [(each, self._served(each)) for each in sorted(dropped, key=_number)]
-        for arrival, served in told:
+            messages = [(each, self._served(each)) for each in sorted(dropped, key=_number)]
+        for arrival, served in messages:
             self._tell_of(arrival, served)
 
     def _tell_of(self, arrival: Arrived, served: list[RecvRequest]) -> None:

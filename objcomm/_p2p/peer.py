@@ -404,11 +404,11 @@ class Pair:
         ):
             raise UsageError(f"{operation}: {interrupted('a call with the same rank')}")
 
-    def absolve(self, verdict: Verdict) -> None:
+    def mark_raised(self, verdict: Verdict) -> None:
         """Note that a call has raised a verdict, so that the next call need not."""
         mesh = self._channel.mesh
         if mesh is not None and mesh.verdict is not None and mesh.verdict.name == verdict.name:
-            mesh.absolve(threading.current_thread())
+            mesh.mark_raised(threading.current_thread())
 
 
 class Peers:
@@ -515,11 +515,11 @@ class _Arrivals:
         expect(mesh, threading.current_thread())
         try:
             link = mesh.connections_for("recv")
-            told = mesh.met_too_late(blocks)
-            if told is not None:  # new messages are not for calls that wait in the block
+            verdict = mesh.met_too_late(blocks)
+            if verdict is not None:  # new messages are not for calls that wait in the block
                 for entry in lane.waits():
                     if entry.withdraw is not None and set(blocks) & set(entry.regions):
-                        entry.withdraw(told)
+                        entry.withdraw(verdict)
             if self._former is not None:
                 self._former.join()  # messages of the previous connection come first
             link.attend(peer, {lane.tag: self._accept, ANSWER_TAG: self.offers.hear})

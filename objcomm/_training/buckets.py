@@ -276,14 +276,14 @@ def synchronise(call: Call, make: Callable[[], Sequence[Bundle]], *, moves: bool
     made: dict[int, torch.Tensor] = {}
     # One exchange for all steps: a rank that runs out of memory must report that to the others.
     with call.exchange as exchange:
-        told, manifest = _agreed(call, exchange, mine, own)
+        outcomes, manifest = _agreed(call, exchange, mine, own)
         if moves and manifest is not None:
             with torch.inference_mode(mode=False):  # for tensors that autograd can use
                 buckets = _buckets(bundles, manifest, kinds, made)
             # Inference tensors can be changed only in inference mode, where nothing is traced.
             with torch.inference_mode():
                 _move(call, exchange, buckets, manifest.linked)
-    call.raise_failures(told)
+    call.raise_failures(outcomes)
     likes = [like for bundle in bundles for like in bundle.likes]
     for at, gradient in made.items():
         likes[at].grad = gradient

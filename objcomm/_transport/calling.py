@@ -40,14 +40,14 @@ _NEXT_WAY_SECONDS = 1.0
 class _Caller:
     """A connection whose caller has not identified itself yet."""
 
-    def __init__(self, end: socket.socket, said: bytes, calling: Calling) -> None:
+    def __init__(self, end: socket.socket, received: bytes, calling: Calling) -> None:
         self.socket = end
-        self.said = said
+        self.received = received
         self._calling = calling
 
     def handle(self, descriptor: int, event: int) -> None:  # noqa: ARG002  # see ``Socketed``
         """See ``Socketed``."""
-        self._calling.hear_caller(self)
+        self._calling.receive_caller(self)
 
 
 class Calling:
@@ -103,18 +103,21 @@ class Calling:
         doors, failed = self._doors, None
         try:
             try:
-                end, own_word, where = doors.call(peer)
+                end, own_handshake, where = doors.call(peer)
             except OSError as error:
                 is_theirs = isinstance(error, (ConnectionError, BlockingIOError))
                 if not is_theirs and not is_an_outage(error):
                     raise
                 family = socket.AF_UNIX if doors.is_near(peer) else socket.AF_INET
-                end, own_word, where = socket.socket(family), doors.word_to(peer), ""
+                end, own_handshake, where = socket.socket(family), doors.handshake_to(peer), ""
                 failed = error
         except OSError as error:
             raise LinkError(f"this process can't connect to it ({error})") from error
         connection = self._made(peer, end)
-        connection.word, connection.own_word = doors.word_from(peer, where), own_word
+        connection.awaited_handshake, connection.own_handshake = (
+            doors.handshake_from(peer, where),
+            own_handshake,
+        )
         connection.is_open = doors.is_near(peer)
         connection.called = connection.called_way = time.monotonic()
         try:
@@ -151,7 +154,7 @@ class Calling:
         may_pass = (
             is_an_outage(error) or isinstance(error, BlockingIOError) or self._has_way(connection)
         )
-        if not connection.own_word or not may_pass or self._is_given_up(connection):
+        if not connection.own_handshake or not may_pass or self._is_given_up(connection):
             return False
         connection.detach()
         connection.is_to_call = True
@@ -162,14 +165,14 @@ class Calling:
         """Return whether ``look_after`` has something to do for a connection."""
         if connection.is_to_call:
             return True
-        is_silent = bool(connection.own_word)
+        is_silent = bool(connection.own_handshake)
         return is_silent and (self._is_given_up(connection) or self._is_next_way_due(connection))
 
     def look_after(self, connection: Connection) -> None:
         """Call again, try the next address, or give up."""
         if connection.is_to_call:
             self._call_again(connection)
-        elif connection.own_word and self._is_given_up(connection):
+        elif connection.own_handshake and self._is_given_up(connection):
             connection.lose_host()
         elif self._is_next_way_due(connection):
             connection.lose(TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
@@ -180,7 +183,7 @@ class Calling:
             connection.end(OWN_DOING)
             return
         try:
-            end, own_word, where = doors.call(peer, connection.way)
+            end, own_handshake, where = doors.call(peer, connection.way)
         except OSError as error:
             is_refused = isinstance(error, ConnectionError) and not self._has_way(connection)
             connection.way += 1
@@ -188,8 +191,8 @@ class Calling:
                 connection.was_ended_there = True
                 connection.end(why(error))
             return
-        connection.socket, connection.own_word = end, own_word
-        connection.word = doors.word_from(peer, where)
+        connection.socket, connection.own_handshake = end, own_handshake
+        connection.awaited_handshake = doors.handshake_from(peer, where)
         connection.is_to_call, connection.failed = False, ""
         connection.called_way = time.monotonic()
         try:
@@ -205,7 +208,9 @@ class Calling:
 
     def _is_next_way_due(self, connection: Connection) -> bool:
         """Return whether to call the peer's next address because this one does not answer."""
-        is_silent = connection.own_word and not connection.is_to_call and self._has_way(connection)
+        is_silent = (
+            connection.own_handshake and not connection.is_to_call and self._has_way(connection)
+        )
         return bool(is_silent) and time.monotonic() - connection.called_way > _NEXT_WAY_SECONDS
 
     def _is_given_up(self, connection: Connection) -> bool:
@@ -231,46 +236,46 @@ class Calling:
                 self.shut()
                 return
 
-    def listen_to(self, end: socket.socket, said: bytes = b"") -> None:
+    def listen_to(self, end: socket.socket, received: bytes = b"") -> None:
         """Find out which rank has called, if the caller is a rank.
 
         Args:
             end: the connection.
-            said: what was already read of the caller's handshake.
+            received: what was already read of the caller's handshake.
         """
         # There are more callers than ranks, and a rank would have sent its handshake by now.
         if len(self._callers) >= len(self._doors.others):
             for longest in tuple(self._callers.values())[:1]:
                 self._doors.on_refused("a process that said nothing")
                 self._send_away(longest)
-        caller = _Caller(end, said, self)
+        caller = _Caller(end, received, self)
         self._callers[end.fileno()] = caller
         try:
             self._mover.watch(end, caller)
         except (OSError, ValueError):  # it can't be watched, or a signal handler closed it
             self._send_away(caller)
             return
-        self.hear_caller(caller)
+        self.receive_caller(caller)
 
-    def hear_caller(self, caller: _Caller) -> None:
+    def receive_caller(self, caller: _Caller) -> None:
         """Read more of a caller's handshake; once it is complete, accept or drop the caller."""
         doors, descriptor = self._doors, caller.socket.fileno()
         if self._callers.get(descriptor) is not caller:  # it was dropped in the meantime
             return
         try:
-            while due := doors.word_nbytes - len(caller.said):
+            while due := doors.handshake_nbytes - len(caller.received):
                 came = caller.socket.recv(due)
                 if not came:
                     self._send_away(caller)
                     return
-                caller.said += came
+                caller.received += came
         except BlockingIOError:
             return
         except OSError:
             self._send_away(caller)
             return
         try:
-            peer = doors.caller(caller.socket, caller.said)
+            peer = doors.caller(caller.socket, caller.received)
         except OSError:  # it has another key, although all ranks had the same one when they met
             peer = None
         if self._callers.pop(descriptor, None) is None:  # a signal handler has done this
@@ -290,15 +295,19 @@ class Calling:
             return False
         if connection is None:
             connection = self._made(peer, end)
-        elif connection.peer.ended or len(connection.word) != doors.word_nbytes:  # it has answered
+        elif (
+            connection.peer.ended or len(connection.awaited_handshake) != doors.handshake_nbytes
+        ):  # it has answered
             return False
         try:
-            is_unsaid = connection.is_to_call or len(connection.own_word) == doors.word_nbytes
-            if is_unsaid or not connection.word:
-                self._adopt(connection, end, doors.word_to(peer, called_at(end)))
+            is_unsent = (
+                connection.is_to_call or len(connection.own_handshake) == doors.handshake_nbytes
+            )
+            if is_unsent or not connection.awaited_handshake:
+                self._adopt(connection, end, doors.handshake_to(peer, called_at(end)))
             else:
                 # Both have called. The peer's call proves its identity, so it won't answer ours.
-                connection.word, connection.inlet = b"", end
+                connection.awaited_handshake, connection.inlet = b"", end
                 connection.attach(end)
                 connection.open()
         except OSError:
@@ -309,13 +318,13 @@ class Calling:
             raise
         return True
 
-    def _adopt(self, connection: Connection, end: socket.socket, own_word: bytes) -> None:
+    def _adopt(self, connection: Connection, end: socket.socket, own_handshake: bytes) -> None:
         """Use the peer's connection in both directions; nothing was exchanged on this rank's."""
         if connection.called and not connection.is_to_call:
             connection.detach()
-        connection.socket, connection.word, connection.own_word = end, b"", b""
+        connection.socket, connection.awaited_handshake, connection.own_handshake = end, b"", b""
         connection.is_to_call = connection.is_watched = False
-        connection.peer.outgoing.appendleft((memoryview(own_word), None, None))
+        connection.peer.outgoing.appendleft((memoryview(own_handshake), None, None))
         self._use(connection)
         connection.open()
 

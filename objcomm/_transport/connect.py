@@ -25,17 +25,17 @@ from objcomm._transport.doors import (
     OWN_FAULTS,
     Door,
     Doors,
+    Handshakes,
     OtherKeyError,
     Place,
-    Words,
     called_at,
     own_addresses,
 )
 from objcomm._transport.gloo import GlooLink, keys_left
 from objcomm._transport.link import (
+    HANDSHAKE_TAG,
     HOST_LOST,
     PEER_LOST,
-    WORD_TAG,
     Deadline,
     LinkClosed,
     LinkError,
@@ -136,12 +136,12 @@ class _PeerError(OSError):
     """
 
     def __init__(self, peer: int, error: OSError, *, has_ended: bool) -> None:
-        told = error.strerror or _NO_ANSWER
+        text = error.strerror or _NO_ANSWER
         if isinstance(error, ConnectionRefusedError):
-            told = _REFUSED
-        elif is_outage(told):
-            told = f"{_NO_ANSWER}: {told}"
-        super().__init__(error.errno, told)
+            text = _REFUSED
+        elif is_outage(text):
+            text = f"{_NO_ANSWER}: {text}"
+        super().__init__(error.errno, text)
         self.peer = peer
         self.has_ended = has_ended
         self.is_final = isinstance(error, OtherKeyError)
@@ -193,18 +193,18 @@ def connect(  # noqa: PLR0917  # the ranks, and callbacks
     with Door.opened(
         settings.chosen_transport, own_addresses(store.shared.port), settings.chosen_ports
     ) as door:
-        met = meet(store, place, size, meeting, door.place.told())
+        met = meet(store, place, size, meeting, door.place.text())
         ranks = _Ranks(
             rank,
             dict(zip(members, map(Place.of, met.doors), strict=True)),
             dict(zip(members, met.hosts, strict=True)),
-            Words(meeting.session, secret),
+            Handshakes(meeting.session, secret),
             under(store, f"objcomm/{meeting.nonce}"),
         )
         on_met([each for each in ranks.others if ranks.hosts[each] == ranks.hosts[rank]])
         refusal = ranks.lack()
         if refusal is None:
-            doors = Doors(door, ranks.places, ranks.hosts, rank, ranks.words, on_refused)
+            doors = Doors(door, ranks.places, ranks.hosts, rank, ranks.handshakes, on_refused)
             link = _joined(_Joining(doors, ranks.store, deadline, meeting), on_loss)
             if link is not None:
                 forget(store, meeting.nonce, size, ())
@@ -229,14 +229,14 @@ class _Ranks(NamedTuple):
         rank: this rank.
         places: where each rank can be reached.
         hosts: host number of each rank.
-        words: computes the handshakes.
+        handshakes: computes the handshakes.
         store: used for this meeting only.
     """
 
     rank: int
     places: Mapping[int, Place]
     hosts: Mapping[int, int]
-    words: Words
+    handshakes: Handshakes
     store: StorePart
 
     @property
@@ -264,13 +264,13 @@ class _Ranks(NamedTuple):
         raw = read(self.store, key)
         if raw is None:
             return None
-        told = unpack_record(raw, _Refusal, "a refusal")
-        if not self.places.keys() >= {told.rank, *told.peers}:
+        refusal = unpack_record(raw, _Refusal, "a refusal")
+        if not self.places.keys() >= {refusal.rank, *refusal.peers}:
             raise damaged(raw)
-        return told
+        return refusal
 
 
-def _tell(store: StorePart, key: str, refusal: _Refusal) -> None:
+def _report_refusal(store: StorePart, key: str, refusal: _Refusal) -> None:
     """Report a refusal before any connection is closed, unless another rank was first."""
     store.compare_set(key, "", pack_record(refusal))
 
@@ -324,14 +324,16 @@ def _prove(link: GlooLink, ranks: _Ranks, deadline: Deadline, meeting: MeetingSt
     """
     if meeting.is_over:
         raise GivenUpError
-    rooms = {peer: empty(Words.nbytes) for peer in ranks.others}
-    coming = {peer: link.recv(room, peer, WORD_TAG) for peer, room in rooms.items()}
-    going = [link.send(ranks.words.said(ranks.rank, peer), peer, WORD_TAG) for peer in rooms]
+    rooms = {peer: empty(Handshakes.nbytes) for peer in ranks.others}
+    coming = {peer: link.recv(room, peer, HANDSHAKE_TAG) for peer, room in rooms.items()}
+    going = [
+        link.send(ranks.handshakes.of(ranks.rank, peer), peer, HANDSHAKE_TAG) for peer in rooms
+    ]
     for peer, room in rooms.items():
         try:
             link.wait(coming[peer], min(deadline.left(), CONNECT_MAX))
             reason = "another process has answered for one of them"
-            if ranks.words.check(bytes(writable(room)), peer, ranks.rank):
+            if ranks.handshakes.check(bytes(writable(room)), peer, ranks.rank):
                 reason = ""
         except OtherKeyError as error:
             reason = str(error.strerror)
@@ -339,7 +341,7 @@ def _prove(link: GlooLink, ranks: _Ranks, deadline: Deadline, meeting: MeetingSt
             raise LinkClosed(error.reason, (peer,)) from error
         if reason:
             refusal = _Refusal(ranks.rank, (peer,), reason)
-            _tell(ranks.store, _UNPROVEN, refusal)
+            _report_refusal(ranks.store, _UNPROVEN, refusal)
             raise refusal.error(ranks.places)
     for each in going:
         link.wait(each, min(deadline.left(), CONNECT_MAX))
@@ -347,8 +349,8 @@ def _prove(link: GlooLink, ranks: _Ranks, deadline: Deadline, meeting: MeetingSt
 
 def _joined(joining: _Joining, on_loss: Callable[[LinkError], None]) -> StreamLink | None:
     """Return the stream link; None if some two ranks can't be connected."""
-    with contextlib.ExitStack() as in_vain:
-        in_vain.callback(joining.close)
+    with contextlib.ExitStack() as undo:
+        undo.callback(joining.close)
         try:
             joining.connect()
             link = joining.link()
@@ -360,7 +362,7 @@ def _joined(joining: _Joining, on_loss: Callable[[LinkError], None]) -> StreamLi
                 return None
             on_loss(lost)
             raise lost from error
-        in_vain.pop_all()
+        undo.pop_all()
     return link
 
 
@@ -383,28 +385,28 @@ def _await_all(store: StorePart, size: int, meeting: MeetingState) -> None:
         connected = store.add(_CONNECTED, 0)
 
 
-class _Guest:
+class _Candidate:
     """A connection that is not known to lead to another rank yet.
 
     Attributes:
         socket: this rank's end.
         rank: the other rank, or -1 for a caller that has not identified itself.
-        unsaid: this rank's handshake, to be sent once connected.
+        unsent: this rank's handshake, to be sent once connected.
         where: the address that was called; empty for a Unix socket.
-        said: what was received.
+        received: what was received.
     """
 
-    def __init__(self, end: socket.socket, rank: int, unsaid: bytes = b"", where: str = "") -> None:
+    def __init__(self, end: socket.socket, rank: int, unsent: bytes = b"", where: str = "") -> None:
         self.socket = end
         self.rank = rank
-        self.unsaid = unsaid
+        self.unsent = unsent
         self.where = where
-        self.said = b""
+        self.received = b""
 
     @property
     def is_unknown(self) -> bool:
         """Whether it is from a caller that has not completed its handshake."""
-        return self.rank < 0 and len(self.said) < Words.nbytes
+        return self.rank < 0 and len(self.received) < Handshakes.nbytes
 
 
 @dataclass
@@ -414,12 +416,12 @@ class _Calls:
     Attributes:
         way: index of the address to call next.
         due: when to call it (``time.monotonic``).
-        guests: the connections to its other addresses that have not been answered.
+        candidates: the connections to its other addresses that have not been answered.
     """
 
     way: int = 0
     due: float = 0.0
-    guests: list[_Guest] = field(default_factory=list)
+    candidates: list[_Candidate] = field(default_factory=list)
 
 
 class _Joining:
@@ -447,8 +449,8 @@ class _Joining:
         self._looked_at = time.monotonic()
         self._until = self._looked_at + limit.total_seconds()
         self._meeting = meeting
-        self._guests: dict[int, _Guest] = {}
-        self._joined: dict[int, _Guest] = {}
+        self._candidates: dict[int, _Candidate] = {}
+        self._joined: dict[int, _Candidate] = {}
         self._calls: dict[int, _Calls] = {}
         self._events = select.poll()
         if len(doors.others) < _AT_ONCE_MAX:
@@ -459,8 +461,8 @@ class _Joining:
             self._neighbours = [*parents, *children]
             self._rounds = [([], children), (parents, parents), (children, [])]
         self._awaited = self._neighbours
-        self._due_nbytes = Doors.word_nbytes
-        self._has_said = False
+        self._due_nbytes = Doors.handshake_nbytes
+        self._has_reported = False
 
     def connect(self) -> None:
         """Wait until each neighbor is connected to this rank, though perhaps not yet to its others.
@@ -472,7 +474,7 @@ class _Joining:
         self._calls = {peer: _Calls() for peer in self._neighbours if peer < self._doors.rank}
         for listener in self._doors.listeners:
             self._events.register(listener, select.POLLIN)
-        while self._silent():
+        while self._missing():
             for peer, calls in tuple(self._calls.items()):
                 if calls.due <= time.monotonic():
                     self._call(peer, calls)
@@ -515,19 +517,19 @@ class _Joining:
         """
         self._due_nbytes += len(_COMPLETE)
         self._until += _SAID_LATER_SECONDS
-        for told, awaited in self._rounds:
+        for informed, awaited in self._rounds:
             self._awaited = awaited
-            for peer in told:
-                self._has_said = True
+            for peer in informed:
+                self._has_reported = True
                 with _naming(peer, has_ended=True):
                     self._joined[peer].socket.sendall(_COMPLETE)
-            while self._silent():
+            while self._missing():
                 self._look()
-        for each in self._guests.values():
+        for each in self._candidates.values():
             if each.rank in self._joined:
                 continue
             if len(self._neighbours) < len(self._doors.others):  # it may want to use the link
-                link.hear(each.socket, each.said)
+                link.hear(each.socket, each.received)
             else:  # not a rank
                 each.socket.close()
 
@@ -545,11 +547,11 @@ class _Joining:
         if isinstance(error, _PeerError) and error.has_ended:
             lost = HOST_LOST if is_outage(error.strerror or "") else PEER_LOST
             return LinkClosed(f"{lost} (its connection ended while ranks connected)", (error.peer,))
-        if not self._has_said:
+        if not self._has_reported:
             return None
         # Other ranks may have learned that all are complete, and use the link.
         if isinstance(error, TimeoutError):
-            return LinkClosed(f"{PEER_LOST} (it did not connect in time)", tuple(self._silent()))
+            return LinkClosed(f"{PEER_LOST} (it did not connect in time)", tuple(self._missing()))
         return LinkError(str(error))
 
     def give_up(self, error: OSError) -> None:
@@ -559,21 +561,21 @@ class _Joining:
         if isinstance(error, _PeerError) and not error.has_ended:
             peers, is_final = (error.peer,), error.is_final
         elif isinstance(error, TimeoutError):
-            peers = tuple(self._silent())
+            peers = tuple(self._missing())
         elif error.errno in OWN_FAULTS:
             reason, is_final = f"can't open connections: {error.strerror}", True
         else:
             reason = f"can't connect to others: {reason}"
-        _tell(self._store, _FAILED, _Refusal(self._doors.rank, peers, reason, is_final))
+        _report_refusal(self._store, _FAILED, _Refusal(self._doors.rank, peers, reason, is_final))
 
-    def _silent(self) -> list[int]:
+    def _missing(self) -> list[int]:
         """Return the ranks that this one waits for."""
-        said = {peer: len(each.said) for peer, each in self._joined.items()}
-        return [peer for peer in self._awaited if said.get(peer, 0) < self._due_nbytes]
+        received = {peer: len(each.received) for peer, each in self._joined.items()}
+        return [peer for peer in self._awaited if received.get(peer, 0) < self._due_nbytes]
 
     def close(self) -> None:
         """Close all connections."""
-        for each in [*self._guests.values(), *self._joined.values()]:
+        for each in [*self._candidates.values(), *self._joined.values()]:
             each.socket.close()
 
     def _call(self, peer: int, calls: _Calls) -> None:
@@ -588,9 +590,9 @@ class _Joining:
             if self._is_out_of_reach(peer, is_busy=error.errno in _BUSY):
                 raise
             return
-        guest = _Guest(call.socket, peer, call.unsaid, call.where)
-        calls.guests.append(guest)
-        self._add(guest)
+        candidate = _Candidate(call.socket, peer, call.unsent, call.where)
+        calls.candidates.append(candidate)
+        self._add(candidate)
 
     def _is_out_of_reach(self, peer: int, *, is_busy: bool) -> bool:
         """Return whether a rank has no address left to call, after a call that has failed.
@@ -601,21 +603,23 @@ class _Joining:
         calls = self._calls[peer]
         if calls.way < self._doors.ways_to(peer):
             calls.due = 0.0
-        elif is_busy and not calls.guests:
+        elif is_busy and not calls.candidates:
             calls.way, calls.due = 0, time.monotonic() + _AGAIN_SECONDS
-        elif not calls.guests:
+        elif not calls.candidates:
             return True
         return False
 
-    def _drop(self, guest: _Guest) -> None:
+    def _drop(self, candidate: _Candidate) -> None:
         with contextlib.suppress(KeyError):  # it has sent everything
-            self._events.unregister(guest.socket)
-        self._guests.pop(guest.socket.fileno(), None)
-        guest.socket.close()
+            self._events.unregister(candidate.socket)
+        self._candidates.pop(candidate.socket.fileno(), None)
+        candidate.socket.close()
 
-    def _add(self, guest: _Guest) -> None:
-        self._guests[guest.socket.fileno()] = guest
-        self._events.register(guest.socket, select.POLLOUT if guest.unsaid else select.POLLIN)
+    def _add(self, candidate: _Candidate) -> None:
+        self._candidates[candidate.socket.fileno()] = candidate
+        self._events.register(
+            candidate.socket, select.POLLOUT if candidate.unsent else select.POLLIN
+        )
 
     def _look(self) -> None:
         """Process what has arrived, or raise if it never will."""
@@ -624,13 +628,13 @@ class _Joining:
         events = self._events.poll(pause * 1000)
         now = time.monotonic()
         for descriptor, _ in events:
-            guest = self._guests.get(descriptor)
-            if guest is not None and guest.unsaid:
-                self._say(guest)
-            elif guest is not None:
-                self._hear(guest)
+            candidate = self._candidates.get(descriptor)
+            if candidate is not None and candidate.unsent:
+                self._send_handshake(candidate)
+            elif candidate is not None:
+                self._receive(candidate)
             elif any(each.fileno() == descriptor for each in self._doors.listeners):
-                self._let_in()
+                self._accept()
         if self._meeting.is_over:
             raise GivenUpError
         if now > self._looked_at + _LOOK_SECONDS:
@@ -640,102 +644,106 @@ class _Joining:
         if now > self._until + (_LOOK_SECONDS if events else 0.0):
             raise TimeoutError
 
-    def _let_in(self) -> None:
+    def _accept(self) -> None:
         for listener in self._doors.listeners:
             for end in self._doors.accept(listener):
-                waiting = [each for each in self._guests.values() if each.is_unknown]
+                waiting = [each for each in self._candidates.values() if each.is_unknown]
                 if len(waiting) >= max(1, len(self._doors.others) - len(self._joined)):
                     # There are more callers than ranks. A rank has sent its handshake, or calls
                     # again.
                     self._doors.on_refused("a process that said nothing")
                     self._drop(waiting[0])
-                guest = _Guest(end, -1, where=called_at(end))
-                self._add(guest)
-                self._hear(guest)
+                candidate = _Candidate(end, -1, where=called_at(end))
+                self._add(candidate)
+                self._receive(candidate)
 
-    def _say(self, guest: _Guest) -> None:
+    def _send_handshake(self, candidate: _Candidate) -> None:
         """Send the handshake on a connection to another host that is complete, or has failed."""
         try:
-            with _naming(guest.rank):
-                failed = guest.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            with _naming(candidate.rank):
+                failed = candidate.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                 if failed:
                     raise OSError(failed, os.strerror(failed))
-                guest.socket.sendall(guest.unsaid)  # the system always has room for the first bytes
+                candidate.socket.sendall(
+                    candidate.unsent
+                )  # the system always has room for the first bytes
         except _PeerError as error:
-            if self._is_last(guest, is_busy=error.errno in _BUSY):
+            if self._is_last(candidate, is_busy=error.errno in _BUSY):
                 raise
             return
-        guest.unsaid = b""
-        self._events.modify(guest.socket, select.POLLIN)
+        candidate.unsent = b""
+        self._events.modify(candidate.socket, select.POLLIN)
 
-    def _is_last(self, guest: _Guest, *, is_busy: bool = False) -> bool:
+    def _is_last(self, candidate: _Candidate, *, is_busy: bool = False) -> bool:
         """Return whether a rank can't be reached, now that one of the calls to it has failed."""
-        self._drop(guest)
-        self._calls[guest.rank].guests.remove(guest)
-        return self._is_out_of_reach(guest.rank, is_busy=is_busy)
+        self._drop(candidate)
+        self._calls[candidate.rank].candidates.remove(candidate)
+        return self._is_out_of_reach(candidate.rank, is_busy=is_busy)
 
-    def _hear(self, guest: _Guest) -> None:
+    def _receive(self, candidate: _Candidate) -> None:
         # Not a byte more than is due now: what follows belongs to the link.
-        due = Doors.word_nbytes + len(_COMPLETE) * (guest.rank in self._joined)
-        if len(guest.said) >= due:
-            self._events.unregister(guest.socket)
+        due = Doors.handshake_nbytes + len(_COMPLETE) * (candidate.rank in self._joined)
+        if len(candidate.received) >= due:
+            self._events.unregister(candidate.socket)
             return
-        is_known, is_joined = guest.rank >= 0, guest.rank in self._joined
+        is_known, is_joined = candidate.rank >= 0, candidate.rank in self._joined
         failed = errno.ECONNABORTED, "it has closed the connection"
         try:
-            came = guest.socket.recv(due - len(guest.said))
+            came = candidate.socket.recv(due - len(candidate.received))
         except BlockingIOError:
             return
         except OSError as error:
             came, failed = b"", (error.errno or 0, error.strerror or "")
-        guest.said += came
-        if came and len(guest.said) < due:
+        candidate.received += came
+        if came and len(candidate.received) < due:
             return
         if not came and is_known:
             # A rank that has too many callers may have dropped this one.
-            if is_joined or self._is_last(guest, is_busy=not guest.said):
-                raise _PeerError(guest.rank, OSError(*failed), has_ended=is_joined)
-        elif guest.rank in self._joined:
-            self._events.unregister(guest.socket)
-        elif guest.rank >= 0:
-            self._hear_answer(guest)
-        elif not came or not self._admits(guest):  # not a rank
-            self._drop(guest)
+            if is_joined or self._is_last(candidate, is_busy=not candidate.received):
+                raise _PeerError(candidate.rank, OSError(*failed), has_ended=is_joined)
+        elif candidate.rank in self._joined:
+            self._events.unregister(candidate.socket)
+        elif candidate.rank >= 0:
+            self._receive_answer(candidate)
+        elif not came or not self._admits(candidate):  # not a rank
+            self._drop(candidate)
 
-    def _hear_answer(self, guest: _Guest) -> None:
+    def _receive_answer(self, candidate: _Candidate) -> None:
         """Handle an answer, which may come from another process at one of the rank's addresses."""
         try:
-            with _naming(guest.rank):
-                if not self._doors.has_answered(guest.rank, guest.said, guest.where):
+            with _naming(candidate.rank):
+                if not self._doors.has_answered(
+                    candidate.rank, candidate.received, candidate.where
+                ):
                     raise PermissionError(errno.EACCES, "another process has answered")
         except _PeerError as error:
-            if error.is_final or self._is_last(guest):
+            if error.is_final or self._is_last(candidate):
                 raise
             return
-        self._joined[guest.rank] = guest
-        for each in self._calls.pop(guest.rank).guests:
-            if each is not guest:
+        self._joined[candidate.rank] = candidate
+        for each in self._calls.pop(candidate.rank).candidates:
+            if each is not candidate:
                 self._drop(each)
 
-    def _admits(self, guest: _Guest) -> bool:
+    def _admits(self, candidate: _Candidate) -> bool:
         """Return whether a rank of this meeting has called; answer it if it is a neighbor."""
         try:
-            peer = self._doors.caller(guest.socket, guest.said)
+            peer = self._doors.caller(candidate.socket, candidate.received)
         except OtherKeyError as error:
             with contextlib.suppress(OSError):  # shows it the different key, too
-                guest.socket.sendall(self._doors.word_to(error.peer, guest.where))
+                candidate.socket.sendall(self._doors.handshake_to(error.peer, candidate.where))
             raise _PeerError(error.peer, error, has_ended=False) from error
         if peer is None or peer in self._joined:
             return False
         if peer not in self._neighbours:  # it knows that all ranks have met
-            self._events.unregister(guest.socket)
+            self._events.unregister(candidate.socket)
             return True
         if peer < self._doors.rank:
             return False
-        guest.rank = peer
-        self._joined[peer] = guest
+        candidate.rank = peer
+        self._joined[peer] = candidate
         with _naming(peer, has_ended=True):
-            guest.socket.sendall(self._doors.word_to(peer, guest.where))
+            candidate.socket.sendall(self._doors.handshake_to(peer, candidate.where))
         return True
 
 

@@ -73,8 +73,8 @@ class Connection:
         peer: the protocol with the peer.
         socket: sends to the peer, and receives from it unless there is an ``inlet``.
         inlet: the socket that receives, if both ranks have called each other.
-        word: the part of the peer's handshake that has yet to arrive.
-        own_word: the part of this rank's handshake that has yet to be sent.
+        awaited_handshake: the part of the peer's handshake that has yet to arrive.
+        own_handshake: the part of this rank's handshake that has yet to be sent.
         is_open: whether more than the handshake may be sent. A peer on another host is not
             identified before its handshake has arrived.
         called: when this rank began to call; 0 if it did not.
@@ -94,6 +94,7 @@ class Connection:
         "_is_ended",
         "_lost_seconds",
         "_mover",
+        "awaited_handshake",
         "called",
         "called_way",
         "failed",
@@ -102,14 +103,13 @@ class Connection:
         "is_open",
         "is_to_call",
         "is_watched",
-        "own_word",
+        "own_handshake",
         "peer",
         "silence",
         "socket",
         "undelivered",
         "was_ended_there",
         "way",
-        "word",
     )
 
     def __init__(
@@ -132,7 +132,7 @@ class Connection:
         self.peer = Peer(rank)
         self.socket = end
         self.inlet: socket.socket | None = None
-        self.word = self.own_word = b""
+        self.awaited_handshake = self.own_handshake = b""
         self.is_open = True
         self.called = self.called_way = 0.0
         self.way = 0
@@ -173,7 +173,7 @@ class Connection:
 
     def has_ended_there(self) -> bool:
         """Return whether the other end is known to have closed it."""
-        if self.is_far and self.own_word:
+        if self.is_far and self.own_handshake:
             return False  # a failed call may be repeated
         return any(map(_has_ended, self.sockets()))
 
@@ -197,7 +197,7 @@ class Connection:
             peer.hold(transfer, tag)
             self.carry_out()
             return transfer
-        if self.is_open and not (self.own_word or peer.outgoing or peer.contents):
+        if self.is_open and not (self.own_handshake or peer.outgoing or peer.contents):
             try:
                 sent = self.socket.sendmsg((head, view), (), socket.MSG_NOSIGNAL)
             except OSError as error:
@@ -225,9 +225,9 @@ class Connection:
             return
         peer, left = self.peer, _TURN_NBYTES
         try:
-            while self.own_word:
-                sent = self.socket.send(self.own_word, socket.MSG_NOSIGNAL)
-                self.own_word = self.own_word[sent:]
+            while self.own_handshake:
+                sent = self.socket.send(self.own_handshake, socket.MSG_NOSIGNAL)
+                self.own_handshake = self.own_handshake[sent:]
             while self.is_open and left > 0 and (first := peer.first_out()) is not None:
                 view, _, share = first
                 if share is not None:
@@ -266,7 +266,7 @@ class Connection:
         """Ask to be woken when the system takes more bytes, while something waits to be sent."""
         peer = self.peer
         is_waiting = self.is_open and (peer.outgoing or peer.contents)
-        is_wanted = bool(self.own_word or is_waiting)
+        is_wanted = bool(self.own_handshake or is_waiting)
         if is_wanted != self.is_watched and not (self.is_to_call or peer.ended):
             self.is_watched = is_wanted
             self._mover.events.modify(self.socket, READS | _OUT * is_wanted)
@@ -276,7 +276,7 @@ class Connection:
     def handle(self, descriptor: int, event: int) -> None:
         """See ``Socketed``."""
         try:
-            if event & ENDS and self.word and self._calling is not None:
+            if event & ENDS and self.awaited_handshake and self._calling is not None:
                 self._calling.let_in()  # the peer may have called as well, and sent more there
             if event & _OUT:
                 self.flush()
@@ -285,7 +285,7 @@ class Connection:
                 if self.inlet is None or self.inlet.fileno() == descriptor:
                     self.read(is_ending=bool(event & ENDS))
                 else:
-                    self._hear_own_call()
+                    self._receive_own_call()
         except BaseException:
             self.end(TORN)
             raise
@@ -299,7 +299,7 @@ class Connection:
                 if peer.filling is not None:
                     into = peer.filling
                     count = end.recv_into(into)
-                elif self.word and not self._has_heard_word():
+                elif self.awaited_handshake and not self._has_handshake():
                     return
                 else:
                     into = peer.room()
@@ -311,7 +311,7 @@ class Connection:
                         share = Share(files)
                         peer.descriptors.append(None if flags & _TRUNCATED else share)
                 if not count:
-                    self._hear_end()
+                    self._receive_end()
                     return
                 left -= count
                 peer.received(count)
@@ -325,19 +325,19 @@ class Connection:
         except OSError as error:
             self.lose(error)
 
-    def _has_heard_word(self) -> bool:
+    def _has_handshake(self) -> bool:
         """Read the rest of the peer's handshake; return False if the connection has ended."""
         end = self.inlet or self.socket
-        while self.word:
-            said = end.recv(len(self.word))
-            if not said:
-                self._hear_end()
+        while self.awaited_handshake:
+            received = end.recv(len(self.awaited_handshake))
+            if not received:
+                self._receive_end()
                 return False
-            if not self.word.startswith(said):
+            if not self.awaited_handshake.startswith(received):
                 self.refuse("the wrong handshake")
                 return False
-            self.word = self.word[len(said) :]
-            if not self.word and not self.is_open:
+            self.awaited_handshake = self.awaited_handshake[len(received) :]
+            if not self.awaited_handshake and not self.is_open:
                 self.open()
         return not self.peer.ended
 
@@ -346,16 +346,16 @@ class Connection:
         self.is_open = True
         self.flush()
 
-    def _hear_own_call(self) -> None:
+    def _receive_own_call(self) -> None:
         """Handle an event on this rank's own call when both have called; only its end may come."""
         closed = _CLOSED
         try:
-            said = self.socket.recv(1)
+            received = self.socket.recv(1)
         except BlockingIOError:
             return
         except OSError as error:
-            said, closed = b"", why(error)
-        if said:
+            received, closed = b"", why(error)
+        if received:
             self.refuse("data over the wrong connection")
             return
         inlet = self.inlet
@@ -375,7 +375,7 @@ class Connection:
 
     # ------------------------------------------------------------------ the end
 
-    def _hear_end(self) -> None:
+    def _receive_end(self) -> None:
         """End the connection because no more data will come."""
         self.was_ended_there = self.was_ended_there or not self.is_hung_up
         self.end(OWN_DOING if self.is_hung_up else self.failed or _CLOSED)
@@ -389,7 +389,7 @@ class Connection:
     def _say_farewell(self, farewell: bytes) -> None:
         """Report whose loss makes this rank leave, unless other bytes are waiting to be sent."""
         peer = self.peer
-        is_free = self.is_open and not (self.own_word or peer.outgoing or peer.contents)
+        is_free = self.is_open and not (self.own_handshake or peer.outgoing or peer.contents)
         if is_free and not peer.ended and 0 < len(farewell) <= FAREWELL_MAX_NBYTES:
             with contextlib.suppress(OSError):  # the system takes nothing, or the peer has left
                 head = HEADER.pack(Kind.FAREWELL, 0, len(farewell), 0)
@@ -456,8 +456,8 @@ def is_an_outage(error: OSError) -> bool:
 
 def why(error: OSError) -> str:
     """Return what a system error says about the other end."""
-    told = os.strerror(error.errno or 0)
-    return f"{HOST_LOST if is_outage(told) else PEER_LOST} ({told})"
+    text = os.strerror(error.errno or 0)
+    return f"{HOST_LOST if is_outage(text) else PEER_LOST} ({text})"
 
 
 def has_bytes(end: socket.socket) -> bool:

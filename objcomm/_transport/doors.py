@@ -78,27 +78,27 @@ class Place(NamedTuple):
     lacks: str = ""
     addresses: tuple[str, ...] = ()
 
-    def told(self) -> str:
+    def text(self) -> str:
         """Return it as one word."""
         *fields, addresses = self
         return ",".join(quote(str(each), safe=":") for each in (*fields, *addresses))
 
     @classmethod
-    def of(cls, told: str) -> Self:
-        """Return the place that ``told`` encodes.
+    def of(cls, text: str) -> Self:
+        """Return the place that ``text`` encodes.
 
         Raises:
             WireError: no rank wrote it.
         """
         try:
-            transport, host, name, port, lacks, *addresses = map(unquote, told.split(","))
+            transport, host, name, port, lacks, *addresses = map(unquote, text.split(","))
             ways = tuple(str(ip_address(each)) for each in addresses)
             found = cls(TRANSPORTS[TRANSPORTS.index(transport)], host, name, int(port), lacks, ways)
         except ValueError:
-            raise damaged(told) from None
+            raise damaged(text) from None
         is_named = not found.name or _NAME.fullmatch(found.name)
         if not is_named or not 0 <= found.port < 1 << 16 or bool(ways) != bool(found.port):
-            raise damaged(told)
+            raise damaged(text)
         return found
 
 
@@ -130,9 +130,9 @@ class Door:
             return cls(place)
         if not hasattr(select, "epoll"):
             return cls(place._replace(lacks="only Linux has what they need"))
-        with contextlib.ExitStack() as in_vain:
+        with contextlib.ExitStack() as undo:
             try:
-                near = in_vain.enter_context(socket.socket(socket.AF_UNIX))
+                near = undo.enter_context(socket.socket(socket.AF_UNIX))
                 place = place._replace(name=secrets.token_hex(16))
                 near.bind(_unix_address(place.name))
                 near.listen(socket.SOMAXCONN)  # unknown processes wait there, too
@@ -141,12 +141,12 @@ class Door:
                 return cls(_without(place._replace(name=""), error))
             listeners = [near]
             try:
-                far = in_vain.enter_context(_listener(addresses, ports))
+                far = undo.enter_context(_listener(addresses, ports))
                 listeners.append(far)
                 place = place._replace(port=far.getsockname()[1], addresses=tuple(addresses))
             except OSError as error:
                 place = _without(place, error)
-            in_vain.pop_all()
+            undo.pop_all()
         return cls(place, tuple(listeners))
 
     def __enter__(self) -> Self:
@@ -178,8 +178,8 @@ def _listener(addresses: Sequence[str], ports: Sequence[int]) -> socket.socket:
     anywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"  # noqa: S104  # see ``Doors.accept``
     at = addresses[0] if len(addresses) == 1 else anywhere
     for port in random.sample(ports, len(ports)) or [0]:
-        with contextlib.ExitStack() as in_vain:
-            listener = in_vain.enter_context(socket.socket(family))
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(socket.socket(family))
             _prepare(listener)  # accepted sockets inherit these options
             # Connections accepted by an earlier listener on this port may not have ended yet.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -198,7 +198,7 @@ def _listener(addresses: Sequence[str], ports: Sequence[int]) -> socket.socket:
                     continue
                 raise
             listener.settimeout(0)
-            in_vain.pop_all()
+            undo.pop_all()
             return listener
     raise OSError(
         errno.EADDRINUSE, f"none of the ports {ports[0]}-{ports[-1]} is free (OBJCOMM_PORTS)"
@@ -251,7 +251,7 @@ def _unix_address(name: str) -> str:
     return f"\0objcomm/{name}"
 
 
-class Words:
+class Handshakes:
     """Computes the handshakes of pairs of ranks.
 
     Attributes:
@@ -272,7 +272,7 @@ class Words:
             self._session, key=secret or b"", person=b"objcomm word"
         ).digest()
 
-    def said(self, rank: int, to: int, where: str = "") -> bytes:
+    def of(self, rank: int, to: int, where: str = "") -> bytes:
         """Return what one rank sends to another.
 
         Args:
@@ -287,16 +287,16 @@ class Words:
         ]
         return _WORD.pack(rank, *proofs)
 
-    def check(self, said: bytes, rank: int, to: int, where: str = "") -> bool:
-        """Return whether this is what one rank sends to another, see ``said``.
+    def check(self, received: bytes, rank: int, to: int, where: str = "") -> bool:
+        """Return whether this is what one rank sends to another, see ``of``.
 
         Raises:
             OtherKeyError: a rank of the meeting sent it, but has a different key.
         """
-        expected = self.said(rank, to, where)
-        if secrets.compare_digest(said, expected):
+        expected = self.of(rank, to, where)
+        if secrets.compare_digest(received, expected):
             return True
-        if secrets.compare_digest(said[:-_PROOF_NBYTES], expected[:-_PROOF_NBYTES]):
+        if secrets.compare_digest(received[:-_PROOF_NBYTES], expected[:-_PROOF_NBYTES]):
             raise OtherKeyError(rank)
         return False
 
@@ -306,12 +306,12 @@ class Call(NamedTuple):
 
     Attributes:
         socket: this rank's end.
-        unsaid: the part of this rank's handshake that has yet to be sent.
+        unsent: the part of this rank's handshake that has yet to be sent.
         where: the address that was called; empty for a Unix socket.
     """
 
     socket: socket.socket
-    unsaid: bytes
+    unsent: bytes
     where: str
 
 
@@ -320,14 +320,14 @@ class Doors:
 
     Attributes:
         listeners: sockets on which other ranks call.
-        word_nbytes: length of a handshake.
+        handshake_nbytes: length of a handshake.
         rank: this rank.
         others: all other ranks, in order.
         hosts: host number of each rank, including this one.
         on_refused: called with the reason when a caller that is not a rank is rejected.
     """
 
-    word_nbytes = _WORD.size
+    handshake_nbytes = _WORD.size
 
     def __init__(  # noqa: PLR0917  # facts about all ranks
         self,
@@ -335,7 +335,7 @@ class Doors:
         places: Mapping[int, Place],
         hosts: Mapping[int, int],
         rank: int,
-        words: Words,
+        handshakes: Handshakes,
         on_refused: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Collect how each rank is reached.
@@ -345,7 +345,7 @@ class Doors:
             places: of all ranks.
             hosts: host number of each rank.
             rank: this rank.
-            words: computes the handshakes.
+            handshakes: computes the handshakes.
             on_refused: called with the reason when a caller that is not a rank is rejected.
         """
         near, *far = door.listeners
@@ -363,7 +363,7 @@ class Doors:
             peer: [each for each in place.addresses if each not in own] or list(place.addresses)
             for peer, place in places.items()
         }
-        self._words = words
+        self._handshakes = handshakes
 
     def is_near(self, peer: int) -> bool:
         """Return whether a rank is on this host."""
@@ -385,29 +385,29 @@ class Doors:
             ConnectionRefusedError: it has stopped listening.
             OSError: this process can't connect, or no network leads there.
         """
-        with contextlib.ExitStack() as in_vain:
+        with contextlib.ExitStack() as undo:
             if self.is_near(peer):
-                end = in_vain.enter_context(socket.socket(socket.AF_UNIX))
+                end = undo.enter_context(socket.socket(socket.AF_UNIX))
                 end.settimeout(0)
                 end.connect(_unix_address(self._places[peer].name))
                 if _uid_of(end) != os.geteuid():
                     raise PermissionError(errno.EACCES, f"it runs as user {_uid_of(end)}")
-                end.sendall(self.word_to(peer))
-                unsaid, where = b"", ""
+                end.sendall(self.handshake_to(peer))
+                unsent, where = b"", ""
             else:
                 port, ways = self._places[peer].port, self._ways[peer]
                 address = ways[way % len(ways)]
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                end = in_vain.enter_context(socket.socket(family))
+                end = undo.enter_context(socket.socket(family))
                 end.settimeout(0)
                 _prepare(end)
                 failed = end.connect_ex((address, port))
                 if failed not in {0, errno.EINPROGRESS}:
                     raise OSError(failed, os.strerror(failed), f"{address}:{port}")
                 where = f"{address} {port}"
-                unsaid = self.word_to(peer, where)
-            in_vain.pop_all()
-        return Call(end, unsaid, where)
+                unsent = self.handshake_to(peer, where)
+            undo.pop_all()
+        return Call(end, unsent, where)
 
     def accept(self, listener: socket.socket) -> Iterator[socket.socket]:
         """Yield the callers that wait, at most 64 of them, so that other work gets its turn.
@@ -434,40 +434,40 @@ class Doors:
                 self.on_refused(f"a process of user {_uid_of(end)}")
                 end.close()
 
-    def caller(self, end: socket.socket, said: bytes) -> int | None:
+    def caller(self, end: socket.socket, received: bytes) -> int | None:
         """Return which rank has called and sent this; None if it is not a rank.
 
         Raises:
             OtherKeyError: it is a rank, but has a different key.
         """
-        peer = _WORD.unpack(said)[0]
+        peer = _WORD.unpack(received)[0]
         is_far = end.family != socket.AF_UNIX
         is_there = peer in self.others and is_far != self.is_near(peer)
-        if is_there and self._words.check(said, peer, self.rank, called_at(end)):
+        if is_there and self._handshakes.check(received, peer, self.rank, called_at(end)):
             return int(peer)
         self.on_refused("a process that was not there when the ranks met")
         return None
 
-    def has_answered(self, peer: int, said: bytes, where: str) -> bool:
+    def has_answered(self, peer: int, received: bytes, where: str) -> bool:
         """Return whether this rank itself has answered a call.
 
         Raises:
             OtherKeyError: it has, but has a different key.
         """
-        return self._words.check(said, peer, self.rank, where)
+        return self._handshakes.check(received, peer, self.rank, where)
 
-    def word_from(self, peer: int, where: str = "") -> bytes:
+    def handshake_from(self, peer: int, where: str = "") -> bytes:
         """Return a rank's handshake to this one; only ranks that have met can compute it.
 
         Args:
             peer: the other rank.
             where: the address that was called, its own or this rank's.
         """
-        return self._words.said(peer, self.rank, where)
+        return self._handshakes.of(peer, self.rank, where)
 
-    def word_to(self, peer: int, where: str = "") -> bytes:
-        """Return this rank's handshake to another; see ``word_from``."""
-        return self._words.said(self.rank, peer, where)
+    def handshake_to(self, peer: int, where: str = "") -> bytes:
+        """Return this rank's handshake to another; see ``handshake_from``."""
+        return self._handshakes.of(self.rank, peer, where)
 
 
 def called_at(end: socket.socket) -> str:

@@ -33,7 +33,7 @@ HEADER = Struct("<IIQQ")
 #: faster.
 UNASKED_MAX_NBYTES = 3 << 19
 #: The longest eager message that is not a first message.
-WORD_MAX_NBYTES = 64
+TINY_MAX_NBYTES = 64
 #: In how many lanes a peer's first messages may wait here, and how many other small messages and
 #: offers may wait in total. No program comes near these limits. A malicious rank can make another
 #: one hold at most 150 MiB.

@@ -187,7 +187,7 @@ class GlooLink:
         except dist.DistNetworkError:
             raise
         except RuntimeError as error:
-            raise _in_vain(error) from error
+            raise _connect_error(error) from error
         except OSError as error:
             raise LinkError(str(error)) from error
 
@@ -386,9 +386,11 @@ class GlooLink:
 
     def closed_by(self) -> Sequence[int]:
         """See ``Connections``."""
-        told = {peer: self._poke(peer) for peer in self.peers()}
+        answers = {peer: self._poke(peer) for peer in self.peers()}
         # A connection on which this timed out was open: another thread is about to abort.
-        return [peer for peer, each in told.items() if _OWN_DOING not in each and _LATE not in each]
+        return [
+            peer for peer, each in answers.items() if _OWN_DOING not in each and _LATE not in each
+        ]
 
     def has_unread(self, peer: int) -> bool:  # noqa: ARG002  # Gloo's thread reads everything
         """See ``Connections``."""
@@ -472,16 +474,16 @@ def see_room_for(size: int) -> None:
 
 def _ended(error: RuntimeError) -> LinkError:
     """Return the link's error for one that Gloo raised."""
-    told = reason_of(error)
-    if _LATE in told:
-        return LinkTimeout(told)
-    return LinkClosed(f"{HOST_LOST if is_outage(told) else PEER_LOST} ({told})")
+    reason = reason_of(error)
+    if _LATE in reason:
+        return LinkTimeout(reason)
+    return LinkClosed(f"{HOST_LOST if is_outage(reason) else PEER_LOST} ({reason})")
 
 
-def _in_vain(error: RuntimeError) -> LinkError:
+def _connect_error(error: RuntimeError) -> LinkError:
     """Return the link's error for one that Gloo raised while connecting."""
-    told = str(error)
-    return LinkClosed(told) if any(each in told for each in _OF_A_PEER) else LinkError(told)
+    reason = str(error)
+    return LinkClosed(reason) if any(each in reason for each in _OF_A_PEER) else LinkError(reason)
 
 
 def is_cut_off(group: dist.ProcessGroup, peer: int) -> bool:

@@ -26,7 +26,7 @@ _PAYLOAD = 1 << (LANE_BITS + _SEQUENCE_BITS)
 RECEIPT = _PAYLOAD << 1
 _RESULT = _PAYLOAD << 2
 #: For the handshake of ranks on a link that does not have its own.
-WORD_TAG = (1 << 31) - 2
+HANDSHAKE_TAG = (1 << 31) - 2
 _LEAST_SECONDS = 0.01
 # The watchdog ends a wait whose limit has passed, and notifies the other ranks before it closes the
 # connections. A link's own limit closes them immediately. It is this much longer, in case the

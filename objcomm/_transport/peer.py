@@ -22,10 +22,10 @@ from objcomm._transport.frames import (
     FAREWELL_MAX_NBYTES,
     HEADER,
     LENT_FILES_MAX,
+    TINY_MAX_NBYTES,
     UNASKED_MAX_NBYTES,
     WAITING_LANES_MAX,
     WAITING_MAX,
-    WORD_MAX_NBYTES,
     Kind,
     may_be_ahead,
 )
@@ -74,7 +74,7 @@ class Peer:
         "_rooms",  # what the same content fills next
         "_shares",  # by number: the peer's offers that can be mapped
         "_taken",  # by number: receives whose content was requested
-        "_untold",  # by tag: number of first messages taken here but not reported to the peer
+        "_unreported",  # by tag: number of first messages taken here but not reported to the peer
         "_used",
         "_view",
         "_waiting",  # number of small messages and offers in ``arrived``
@@ -110,7 +110,7 @@ class Peer:
         self._taken: dict[int, Transfer] = {}
         self._held: dict[int, deque[Transfer]] = {}
         self._ahead: dict[int, list[int]] = {}
-        self._untold: dict[int, int] = {}
+        self._unreported: dict[int, int] = {}
         self._raw = bytearray(_RAW_NBYTES)
         self._view = memoryview(self._raw)
         self._used = 0
@@ -125,14 +125,14 @@ class Peer:
         The caller must send a header next, followed by the message; without one, it calls ``hold``.
         """
         if tag >> LANE_BITS:
-            return HEADER.pack(_MESSAGE, tag, nbytes, 0) if nbytes <= WORD_MAX_NBYTES else b""
+            return HEADER.pack(_MESSAGE, tag, nbytes, 0) if nbytes <= TINY_MAX_NBYTES else b""
         ahead = self._ahead.get(tag)
         if ahead is None:
             ahead = self._ahead[tag] = []
         if tag in self._held or not may_be_ahead(ahead, nbytes):  # messages stay in order
             return b""
         ahead.append(nbytes)
-        return HEADER.pack(_MESSAGE, tag, nbytes, self._untold.pop(tag, 0))
+        return HEADER.pack(_MESSAGE, tag, nbytes, self._unreported.pop(tag, 0))
 
     def queue(self, head: bytes, transfer: Transfer, sent: int = 0) -> None:
         """Queue a message, of which ``sent`` bytes, header included, were sent already."""
@@ -279,10 +279,10 @@ class Peer:
 
     def _note_taken(self, tag: int, nbytes: int) -> None:
         """Count a first message as taken; credit its sender before it has to wait."""
-        untold = self._untold[tag] = self._untold.get(tag, 0) + 1
-        if untold >= CREDIT_EACH or nbytes > CREDIT_FROM_NBYTES:
-            del self._untold[tag]
-            self._say(Kind.CREDIT, tag, 0, untold)
+        unreported = self._unreported[tag] = self._unreported.get(tag, 0) + 1
+        if unreported >= CREDIT_EACH or nbytes > CREDIT_FROM_NBYTES:
+            del self._unreported[tag]
+            self._say(Kind.CREDIT, tag, 0, unreported)
 
     # ------------------------------------------------------------------ bytes in
 
@@ -320,7 +320,7 @@ class Peer:
                         self._credit(tag, number)
                         if self.ended:
                             break
-                most = WORD_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES
+                most = TINY_MAX_NBYTES if tag >> LANE_BITS else UNASKED_MAX_NBYTES
                 if nbytes > most:
                     self.refuse(f"a message of {nbytes} bytes unasked")
                 elif end - at >= nbytes:
@@ -339,7 +339,7 @@ class Peer:
             elif kind == Kind.CONTENT:
                 at = self._begin_content(number, at, end)
             elif kind in (Kind.OFFER, Kind.SHARE):
-                self._hear_offer(tag, nbytes, number, is_shared=kind == Kind.SHARE)
+                self._receive_offer(tag, nbytes, number, is_shared=kind == Kind.SHARE)
             elif kind in (Kind.TAKE, Kind.HELD):
                 self._give(number, is_held=kind == Kind.HELD)
             elif kind == Kind.CREDIT:
@@ -388,7 +388,7 @@ class Peer:
             if bell.turn is not None:
                 bell.end()
 
-    def _hear_offer(self, tag: int, nbytes: int, number: int, *, is_shared: bool) -> None:
+    def _receive_offer(self, tag: int, nbytes: int, number: int, *, is_shared: bool) -> None:
         descriptors = self.descriptors
         is_bare = is_shared and not descriptors
         if number in self._offers or tag >> LANE_BITS == 0 or is_bare:
@@ -477,7 +477,7 @@ class Peer:
         held = self._held.get(tag)
         while held and may_be_ahead(ahead, nbytes := held[0].view.nbytes):
             ahead.append(nbytes)
-            head = HEADER.pack(_MESSAGE, tag, nbytes, self._untold.pop(tag, 0))
+            head = HEADER.pack(_MESSAGE, tag, nbytes, self._unreported.pop(tag, 0))
             self.queue(head, held[0])
             held.popleft()
         if not held:

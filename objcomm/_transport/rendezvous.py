@@ -71,12 +71,12 @@ class LeftError(Exception):
     """Another guest has left the call, which is this rank's call, too.
 
     Attributes:
-        word: the message that the guest has left.
+        message: the message that the guest has left.
     """
 
-    def __init__(self, word: bytes) -> None:
-        super().__init__(word)
-        self.word = word
+    def __init__(self, message: bytes) -> None:
+        super().__init__(message)
+        self.message = message
 
 
 class MeetingState:
@@ -91,8 +91,8 @@ class MeetingState:
         is_pair: whether two ranks meet for point-to-point messages.
         unreachable: which ranks could not reach each other, while another link is being tried.
         without_streams: why the ranks use a link that this rank's user has not chosen.
-        heed: called with the blocks around the waiting calls; ends the meeting if one of them has
-            failed.
+        check_blocks: called with the blocks around the waiting calls; ends the meeting if one of
+            them has failed.
         unproven: the link on which the ranks prove who they are, while they do.
     """
 
@@ -112,7 +112,7 @@ class MeetingState:
         self.parting = b""
         self.unreachable: LinkUnreachable | None = None
         self.without_streams = ""
-        self.heed: Callable[[set[str]], None] | None = None
+        self.check_blocks: Callable[[set[str]], None] | None = None
         self.unproven: Link | None = None
         self._entries: list[CallRecord] = []
         self._awaits = members[1 if rank == members[0] else 0]
@@ -139,8 +139,8 @@ class MeetingState:
             GivenUpError: the meeting was ended.
         """
         blocks = {block for entry in self._entries for block in entry.regions}
-        if blocks and self.heed is not None:
-            self.heed(blocks)
+        if blocks and self.check_blocks is not None:
+            self.check_blocks(blocks)
         if self.is_over:
             raise GivenUpError
 
@@ -237,12 +237,12 @@ def _meet_as_host(store: AnyStore, size: int, meeting: MeetingState, door: str) 
     names = [machine(), *(name for name, _, _ in places)]
     doors = [door, *(each for _, _, each in places)]
     hosts = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    told = " ".join(
+    agreed = " ".join(
         f"{hosts[name]}/{each}/{number}"
         for name, each, number in zip(names, doors, taken, strict=True)
     )
-    store.set(f"go/{nonce}", told)
-    return _agreed(told, taken[0], door, 0, size, meeting)
+    store.set(f"go/{nonce}", agreed)
+    return _agreed(agreed, taken[0], door, 0, size, meeting)
 
 
 def _answer(
@@ -259,7 +259,7 @@ def _answer(
     """
     nonce = meeting.nonce
     joined: dict[int, str] = {}
-    heard = told = ""
+    heard = seen = ""
     pause = _PAUSE_MIN_SECONDS
     while missing := [peer for peer in answered if peer not in joined]:
         meeting.await_rank(missing[0])
@@ -274,8 +274,8 @@ def _answer(
                 meeting.look_around()
                 store.multi_set(new, [nonce] * len(new))
                 pause = _PAUSE_MIN_SECONDS
-        if (entries := _read_text(store, f"joined/{nonce}") or "") != told:
-            told = entries
+        if (entries := _read_text(store, f"joined/{nonce}") or "") != seen:
+            seen = entries
             for peer, number, _ in _entries(entries, answered):
                 if number not in answered[peer]:
                     raise damaged(number)
@@ -323,42 +323,42 @@ def _meet_as_guest(store: AnyStore, rank: int, size: int, meeting: MeetingState,
             nonce = _wait_for(store, f"welcome/{number}", size, meeting, say_again)
         except GivenUpError:
             if meeting.parting:
-                _leave_word(store, size, rank, number, meeting.parting)
+                _leave_message(store, size, rank, number, meeting.parting)
             raise
         if nonce.startswith(_GIVEN_UP):
             store.delete_key(f"welcome/{number}")
             try:
-                word = bytes.fromhex(nonce.removeprefix(_GIVEN_UP))
+                message = bytes.fromhex(nonce.removeprefix(_GIVEN_UP))
             except ValueError as error:
                 raise damaged(nonce) from error
-            raise LeftError(word)
+            raise LeftError(message)
         meeting.look_around()
         meeting.nonce = nonce
         store.delete_key(f"welcome/{number}")
         _append(store, f"joined/{nonce}", f"{rank} {number}\n")
-        told = _wait_for(store, f"go/{nonce}", size, meeting)
-        if told != _GIVEN_UP:
-            return _agreed(told, number, door, rank, size, meeting)
+        agreed = _wait_for(store, f"go/{nonce}", size, meeting)
+        if agreed != _GIVEN_UP:
+            return _agreed(agreed, number, door, rank, size, meeting)
         for key in (f"joined/{nonce}", f"go/{nonce}"):
             store.delete_key(key)
 
 
-def _leave_word(store: AnyStore, size: int, rank: int, own: str, word: bytes) -> None:
+def _leave_message(store: AnyStore, size: int, rank: int, own: str, message: bytes) -> None:
     """Leave a message for the other guests if no host has come."""
     if store.check([f"welcome/{own}"]):
         return
     for peer, number, _ in _entries(_read_text(store, _HELLOS) or "", range(1, size)):
         if peer != rank:  # this rank may already have written a new hello
-            store.compare_set(f"welcome/{number}", "", _GIVEN_UP + word.hex())
+            store.compare_set(f"welcome/{number}", "", _GIVEN_UP + message.hex())
 
 
 def _agreed(  # noqa: PLR0917  # all take part in one check
-    told: str, number: str, door: str, rank: int, size: int, meeting: MeetingState
+    agreed: str, number: str, door: str, rank: int, size: int, meeting: MeetingState
 ) -> Met:
     """Return what rank 0 has written together with all numbers; set the session of ``meeting``.
 
     Args:
-        told: host, door and number of each rank.
+        agreed: host, door and number of each rank.
         number: this rank's number, which nobody knew before. If it is not in its place, all this
             may be from another meeting.
         door: this rank's door. If another one is in its place, someone wants the others to call
@@ -371,13 +371,13 @@ def _agreed(  # noqa: PLR0917  # all take part in one check
         WireError: rank 0 did not meet this rank, or no rank wrote this.
     """
     try:
-        hosts, doors, numbers = zip(*(each.split("/") for each in told.split(" ")), strict=True)
+        hosts, doors, numbers = zip(*(each.split("/") for each in agreed.split(" ")), strict=True)
         met = Met(tuple(map(int, hosts)), doors)
     except ValueError as error:
-        raise damaged(told) from error
+        raise damaged(agreed) from error
     if len(doors) != size or (numbers[rank], doors[rank]) != (number, door):
-        raise damaged(told)
-    meeting.session = hashlib.blake2b(told.encode(), person=b"objcomm session").hexdigest()
+        raise damaged(agreed)
+    meeting.session = hashlib.blake2b(agreed.encode(), person=b"objcomm session").hexdigest()
     return met
 
 
@@ -432,9 +432,9 @@ def call_the_roll(
             if has_expired or not absent:
                 return absent
         pause = _sleep(pause, 1 if rank == 0 else size)
-    told = (_read_text(ours, "end") or "").split()
+    absent_ranks = (_read_text(ours, "end") or "").split()
     ours.set(f"read/{rank}", "")
-    return tuple(map(int, told))
+    return tuple(map(int, absent_ranks))
 
 
 def _await_readers(store: AnyStore, keys: list[str]) -> None:

@@ -139,7 +139,7 @@ class Silence:
         if math.isinf(self._limit_seconds):
             return False
         try:
-            repeated, probes, unanswered, sent_before, heard_before, _ = _told_of(self._end)
+            repeated, probes, unanswered, sent_before, heard_before, _ = _tcp_state_of(self._end)
         except OSError:  # closed in the meantime
             return False
         now = time.monotonic()
@@ -206,7 +206,7 @@ def await_delivery(
 
 def _is_on_its_way(end: socket.socket, *, is_draining: bool) -> bool:
     try:
-        repeated, _, unanswered, _, _, not_sent = _told_of(end)
+        repeated, _, unanswered, _, _, not_sent = _tcp_state_of(end)
         if repeated > _REPEATED_MAX or not (unanswered or not_sent):
             return False
         with contextlib.suppress(BlockingIOError):
@@ -217,10 +217,10 @@ def _is_on_its_way(end: socket.socket, *, is_draining: bool) -> bool:
     return True
 
 
-def _told_of(end: socket.socket) -> tuple[int, ...]:
+def _tcp_state_of(end: socket.socket) -> tuple[int, ...]:
     """Return what the system reports about a connection, see ``_TCP_INFO``."""
-    told = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    return _TCP_INFO.unpack(told.ljust(_TCP_INFO.size, b"\0"))
+    state = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    return _TCP_INFO.unpack(state.ljust(_TCP_INFO.size, b"\0"))
 
 
 def has_closed(inode: int, descriptor: int) -> bool:
@@ -250,9 +250,9 @@ def _connections() -> Iterator[tuple[int, Any, socket.socket]]:
                 yield inode, end.getpeername(), end
 
 
-def is_outage(told: str) -> bool:
+def is_outage(text: str) -> bool:
     """Return whether an error's text is the kernel's for a host that is out of reach."""
-    return any(each in told for each in _OUTAGES)
+    return any(each in text for each in _OUTAGES)
 
 
 def _limit(inode: int, descriptor: int, seconds: float, port: int) -> None:

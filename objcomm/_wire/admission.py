@@ -119,8 +119,8 @@ class Gate:
         except WireError as error:
             if sender is None:
                 raise
-            told = f"rank {sender} sent rank {self._rank} data that it cannot read: {error}"
-            raise WireError(told) from error
+            reason = f"rank {sender} sent rank {self._rank} data that it cannot read: {error}"
+            raise WireError(reason) from error
         if self.signer is None:
             if header.signature != BLANK:
                 raise AuthenticationError(

@@ -163,8 +163,8 @@ def _shortened(text: str, nbytes: int) -> str:
 
 def failure_message(header: Header, failures: Iterable[RankFailure]) -> Message:
     """Return a message that reports failures in place of a value."""
-    told = list(failures)
-    most = _MESSAGE_MAX_NBYTES // max(2 * len(told), 1)
+    listed = list(failures)
+    most = _MESSAGE_MAX_NBYTES // max(2 * len(listed), 1)
     texts = [
         (
             each.rank,
@@ -172,7 +172,7 @@ def failure_message(header: Header, failures: Iterable[RankFailure]) -> Message:
             _shortened(each.message, most),
             _shortened(each.traceback, most),
         )
-        for each in told
+        for each in listed
     ]
     meta = msgpack.packb(texts, unicode_errors=_ERRORS)
     return compose(header, meta, status=Status.FAILURE, codec="")

@@ -123,7 +123,7 @@ class Report:
                     refuse_lost(store_of(world))  # a first connection attempt can take minutes
                 mine = pack_record(self._figures())
                 board_thread_of(world).call(
-                    lambda board: board.tell_figures(mine), _PATIENCE_SECONDS
+                    lambda board: board.publish_figures(mine), _PATIENCE_SECONDS
                 )
 
     def _take_in(self, board_thread: BoardThread, ranks: Sequence[int]) -> None:
@@ -165,19 +165,21 @@ class Report:
         seconds = time.perf_counter() - self._began
         if any(each.functions for each in of_ranks.values()):
             count = f"{len(of_ranks)} rank{'s' if len(of_ranks) > 1 else ''}"
-            told = [f"torch's object collectives on {count}, in a program of {seconds:.3f} s"]
-            told += _table("function", {each: found.functions for each, found in of_ranks.items()})
+            report = [f"torch's object collectives on {count}, in a program of {seconds:.3f} s"]
+            report += _table(
+                "function", {each: found.functions for each, found in of_ranks.items()}
+            )
             lines = {each: found.lines for each, found in of_ranks.items()}
-            told += _table("slowest lines", lines)[: _MOST_LINES + 1]
+            report += _table("slowest lines", lines)[: _MOST_LINES + 1]
         elif is_asked:
             nothing = f"no call of torch's object collectives in {seconds:.3f} s"
-            told = [f"{nothing} (process {self._pid})"]
+            report = [f"{nothing} (process {self._pid})"]
         else:
             return []
         for why in dict.fromkeys(self._missing.values()):
             absent = [each for each, reason in self._missing.items() if reason == why]
-            told.append(f"without {ranks_text(absent)}: {why}")
-        return told
+            report.append(f"without {ranks_text(absent)}: {why}")
+        return report
 
     def _figures(self) -> Figures:
         return Figures(_costs(self._functions), _costs(self._lines)[:_MOST_LINES_GIVEN])

@@ -278,14 +278,14 @@ def test_another_process_at_an_address_is_passed_over() -> None:
         with suppress(OSError):
             while True:
                 answered.append(listener.accept()[0])
-                answered[-1].sendall(bytes(doors.Words.nbytes))
+                answered[-1].sendall(bytes(doors.Handshakes.nbytes))
 
     def led_astray(ours: doors.Doors, peer: int, way: int = 0) -> doors.Call:
         if way:
             return call(ours, peer)
         end = socket.create_connection(listener.getsockname())
         end.settimeout(0)
-        return doors.Call(end, ours.word_to(peer), "")
+        return doors.Call(end, ours.handshake_to(peer), "")
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -333,7 +333,7 @@ def test_a_process_that_passes_on_what_two_ranks_say_gets_no_further() -> None:
         end = socket.create_connection((address, port))
         end.settimeout(0)
         where = f"{address} {port}"
-        return doors.Call(end, ours.word_to(peer, where), where)
+        return doors.Call(end, ours.handshake_to(peer, where), where)
 
     with (
         listener,
@@ -344,7 +344,7 @@ def test_a_process_that_passes_on_what_two_ranks_say_gets_no_further() -> None:
         assert_joined_by(_TCP)
         for each in threads:
             each.join()
-    assert [len(each) for each in said] == [doors.Words.nbytes] * here().rank
+    assert [len(each) for each in said] == [doors.Handshakes.nbytes] * here().rank
     assert answers in ([], [b""])
 
 
@@ -371,7 +371,7 @@ def test_nobody_can_give_another_address_for_a_rank_in_the_store(what: str) -> N
     assert_group_works()
 
 
-class _OfAnotherMeeting(doors.Words):
+class _OfAnotherMeeting(doors.Handshakes):
     def __init__(self, _: str, secret: bytes | None) -> None:
         super().__init__("00" * 32, secret)
 
@@ -379,7 +379,7 @@ class _OfAnotherMeeting(doors.Words):
 @ranks(3)
 def test_over_gloo_a_process_that_was_not_at_the_meeting_gets_nothing() -> None:
     """It may connect before a rank does, and Gloo then takes it for that rank."""
-    stranger = mock.patch.object(connect, "Words", _OfAnotherMeeting)
+    stranger = mock.patch.object(connect, "Handshakes", _OfAnotherMeeting)
     with (
         subgroup(0, 1, 2) as group,
         objcomm.configure(transport="gloo"),
@@ -418,7 +418,7 @@ def test_over_gloo_nothing_waits_for_a_proof_once_the_meeting_has_ended() -> Non
 @ranks(2, 4)
 def test_a_rank_that_was_sent_away_to_make_room_for_others_calls_again(kind: str) -> None:
     joining = connect._Joining  # noqa: SLF001  # there is no public way to crowd a door
-    hear = joining._hear  # noqa: SLF001  # likewise
+    hear = joining._receive  # noqa: SLF001  # likewise
     sent_away: list[Any] = []
 
     def crowded(self: Any, guest: Any) -> None:
@@ -430,7 +430,7 @@ def test_a_rank_that_was_sent_away_to_make_room_for_others_calls_again(kind: str
 
     with (
         far_apart() if kind == _TCP else nullcontext(),
-        mock.patch.object(joining, "_hear", crowded) if here().rank == 0 else nullcontext(),
+        mock.patch.object(joining, "_receive", crowded) if here().rank == 0 else nullcontext(),
     ):
         assert_joined_by(kind)
     assert len(sent_away) == (here().rank == 0)
@@ -498,7 +498,7 @@ def test_refused_connections_are_counted_and_logged() -> None:
             for _ in range(2):
                 stranger = strangers.enter_context(socket.socket(socket.AF_UNIX))
                 stranger.connect(f"\0objcomm/{door.place.name}")
-                stranger.sendall(bytes(doors.Words.nbytes))
+                stranger.sendall(bytes(doors.Handshakes.nbytes))
             return door
 
         with logged() as texts, subgroup(0, 1) as group:

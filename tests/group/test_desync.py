@@ -279,7 +279,7 @@ def test_ranks_that_wait_in_a_circle_of_groups_hear_of_it() -> None:
         group = {0: a, 1: b, 2: c}[here().rank]
         error = desync_in(lambda: objcomm.all_gather("x", group=group))
         assert error.reason == "each waits for another"
-        tell_all("circle", "")
+        tell_all("deadlock", "")
         assert_group_works(None)
 
 

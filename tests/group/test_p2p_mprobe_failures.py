@@ -52,9 +52,9 @@ def test_what_nobody_refers_to_goes_back_to_its_place(obj: Any) -> None:
     assert objcomm.recv(left()) == obj
     assert objcomm.recv(left()) == "later"
     objcomm.isend("in a circle", right()).wait()
-    circle: Any = [objcomm.mprobe(left())]
-    circle.append(circle)
-    del circle
+    deadlock: Any = [objcomm.mprobe(left())]
+    deadlock.append(deadlock)
+    del deadlock
     gc.collect()
     assert objcomm.mprobe(left()).recv() == "in a circle"
     sending.wait()

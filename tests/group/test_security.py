@@ -212,16 +212,16 @@ def test_a_recording_of_an_earlier_run_is_refused() -> None:
     with subgroup(0, 1) as group:
         if here().rank == 0:
             another = "a key of the attacker's own"
-            with mock.patch.object(connect, "Words", words_with_key):  # or it is not let in
+            with mock.patch.object(connect, "Handshakes", words_with_key):  # or it is not let in
                 outcome = run(group, another, head_of=replayed, header_in=believed)
         else:
             outcome = run(group, KEY, head_of=sign)
         assert tell_all("replayed", outcome)[1] == "AuthenticationError"
 
 
-def words_with_key(session: str, _: object) -> doors.Words:
+def words_with_key(session: str, _: object) -> doors.Handshakes:
     """Return the words of a rank that has the key, whatever this rank's configuration."""
-    return doors.Words(session, secret_of(KEY))
+    return doors.Handshakes(session, secret_of(KEY))
 
 
 @pytest.mark.parametrize("other", [None, "a key of the attacker's own"])

@@ -54,7 +54,7 @@ class Backend:
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self._rank, self._size = rank, size
-        self._words: Any = store.clone()  # type: ignore[attr-defined]  # not in torch's stub
+        self._handshakes: Any = store.clone()  # type: ignore[attr-defined]  # not in torch's stub
         # The store synchronizes the ranks, so Gloo never waits long. Torch's stub lacks its
         # members.
         self._gloo: Any = dist.ProcessGroupGloo(
@@ -179,10 +179,10 @@ class Backend:
         own += what if ranks else f"{operation}, {what}"
         key = f"{whose}/{self._numbers[whose]}"
         self._numbers[whose] += 1
-        self._words.set(f"{key}/{self._rank}", own)
+        self._handshakes.set(f"{key}/{self._rank}", own)
         keys = [f"{key}/{each}" for each in ranks or range(self._size)]
         self._await(keys, own, f"{key}/outcome")
-        texts = [self._words.get(each).decode() for each in keys]
+        texts = [self._handshakes.get(each).decode() for each in keys]
         if set(texts) != {own}:
             raise RuntimeError(f"the ranks make different calls: {texts}")
 
@@ -194,12 +194,12 @@ class Backend:
         """
         until = time.monotonic() + self._limit.total_seconds()
         reason = ""
-        while not reason and (self._aborted.is_set() or not self._words.check(keys)):
+        while not reason and (self._aborted.is_set() or not self._handshakes.check(keys)):
             if self._aborted.wait(_LOOK_S):
                 reason = "the communicator was aborted"
             elif time.monotonic() > until:
                 reason = f"timed out after {self._limit}"
-        stands = self._words.compare_set(outcome, "", reason or _ALL_CAME).decode()
+        stands = self._handshakes.compare_set(outcome, "", reason or _ALL_CAME).decode()
         if stands != _ALL_CAME:
             raise RuntimeError(f"{reason or stands} in {own}")
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from objcomm._transport.calling import Calling
-from objcomm._transport.doors import Door, Doors, Words
+from objcomm._transport.doors import Door, Doors, Handshakes
 from objcomm._transport.link import head_tag, payload_tag
 from objcomm._transport.streams import StreamLink
 
@@ -60,7 +60,7 @@ def behind_doors(
     doors = {rank: Door.opened("streams", ["127.0.0.1"]) for rank in range(size)}
     places = {rank: door.place for rank, door in doors.items()}
     hosts = {rank: rank * across for rank in doors}
-    words = Words("5e" * 32, None)
+    words = Handshakes("5e" * 32, None)
     links = []
     for rank, door in doors.items():
         theirs = Doors(door, places, hosts, rank, words)

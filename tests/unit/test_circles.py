@@ -32,16 +32,16 @@ def test_a_wait_on_a_mesh_that_has_ended_is_in_no_circle(start: int) -> None:
 
 @pytest.mark.parametrize("start", [0, 2])
 @pytest.mark.parametrize(
-    ("told_seconds", "is_over"), [(0.4, True), (1.0, True), (1.1, False), (60.0, False)]
+    ("known_seconds", "is_over"), [(0.4, True), (1.0, True), (1.1, False), (60.0, False)]
 )
 def test_who_waited_beside_a_circle_when_it_was_told_is_in_no_other(
-    start: int, told_seconds: float, *, is_over: bool
+    start: int, known_seconds: float, *, is_over: bool
 ) -> None:
     """Ranks 0 and 1 have raised; rank 2 has met in "b" for a second, and may have left since."""
-    circle = conflict_of({0: [meeting("a", awaits=1)], 1: [meeting("b", awaits=0)]})
-    assert circle is not None
+    deadlock = conflict_of({0: [meeting("a", awaits=1)], 1: [meeting("b", awaits=0)]})
+    assert deadlock is not None
     waits = {0: lane("world", step(0), awaits=2), 2: meeting("b", awaits=0)}
-    told: dict[int, tuple[Deadlock, ...]] = {0: (circle._replace(told_seconds=told_seconds),)}
+    told: dict[int, tuple[Deadlock, ...]] = {0: (deadlock._replace(known_seconds=known_seconds),)}
     known = {
         rank: WaitSnapshot(1, MAIN, (wait,), told.get(rank, ())) for rank, wait in waits.items()
     }
@@ -52,9 +52,9 @@ def test_who_waited_beside_a_circle_when_it_was_told_is_in_no_other(
 def test_a_wait_that_has_not_ended_long_after_a_circle_was_told_counts() -> None:
     """Whatever has delayed the rank, nothing else would end its wait."""
     waits = {0: lane("world", step(0), awaits=2), 2: meeting("b", awaits=0)._replace(seconds=20.0)}
-    circle = Deadlock("each waits for another", ((1, waits[2], step(0)),))
-    for told_seconds, is_over in ((3.0, True), (10.0, False)):
-        told = circle._replace(told_seconds=told_seconds)
+    deadlock = Deadlock("each waits for another", ((1, waits[2], step(0)),))
+    for known_seconds, is_over in ((3.0, True), (10.0, False)):
+        told = deadlock._replace(known_seconds=known_seconds)
         known = {
             0: WaitSnapshot(1, MAIN, (waits[0],), (told,)),
             2: WaitSnapshot(1, MAIN, (waits[2],)),
@@ -71,11 +71,11 @@ def test_who_has_raised_and_waits_again_may_be_in_a_next_circle(start: int, bega
         1: meeting("b", awaits=0)._replace(since=began, seconds=0.7),
     }
     told = {rank: wait._replace(since=wait.since - 3.0) for rank, wait in waits.items()}
-    circle = Deadlock(
+    deadlock = Deadlock(
         "each waits for another", tuple((rank, told[rank], step(0)) for rank in told)
-    )._replace(told_seconds=0.6)
+    )._replace(known_seconds=0.6)
     known = {
-        0: WaitSnapshot(1, MAIN, (waits[0],), (circle,)),
+        0: WaitSnapshot(1, MAIN, (waits[0],), (deadlock,)),
         1: WaitSnapshot(1, MAIN, (waits[1],)),
     }
     found = find_deadlock(start, known[start], waits[start], known.get)
@@ -89,14 +89,18 @@ def test_who_was_told_of_a_circle_beside_it_knows_which_of_its_waits_is_older(
 ) -> None:
     """Rank 2 heard of it at 3.0 by its own clock; durations from other processes do not count."""
     ended = ((0, meeting("a", awaits=1), step(0)), (1, meeting("b", awaits=0), step(0)))
-    circle = Deadlock("each waits for another", ended)
+    deadlock = Deadlock("each waits for another", ended)
     waits = {
         0: lane("world", step(0), awaits=2, since=8.0),
         2: meeting("b", awaits=0)._replace(since=began),
     }
     known = {
-        0: WaitSnapshot(1, MAIN, (waits[0],), (circle._replace(told_seconds=0.4, told_at=7.0),)),
-        2: WaitSnapshot(1, MAIN, (waits[2],), (circle._replace(told_seconds=0.3, told_at=3.0),)),
+        0: WaitSnapshot(
+            1, MAIN, (waits[0],), (deadlock._replace(known_seconds=0.4, known_since=7.0),)
+        ),
+        2: WaitSnapshot(
+            1, MAIN, (waits[2],), (deadlock._replace(known_seconds=0.3, known_since=3.0),)
+        ),
     }
     found = find_deadlock(0, known[0], waits[0], known.get)
     assert (found is None) == is_over

@@ -17,7 +17,7 @@ from objcomm._failures.inquiry import (
     serves_a_library,
 )
 from objcomm._wire.header import Operation
-from objcomm.errors import CIRCLE, NO_MATCH, OTHER_OPTIONS
+from objcomm.errors import CYCLE, NO_MATCH, OTHER_OPTIONS
 from tests.unit.whereabouts import (
     MAIN,
     OTHER,
@@ -222,7 +222,7 @@ def test_a_message_and_a_collective_in_which_a_third_rank_waits_for_the_receiver
     }
     found = conflict_among(ranks, start)
     assert (found is not None) == is_circle_of_all
-    assert found is None or (found.reason, len(found.found)) == (CIRCLE, 3)
+    assert found is None or (found.reason, len(found.found)) == (CYCLE, 3)
     ranks[2] = [message, lane("world", step(0), call)]  # rank 2 has called; rank 0 may be ahead
     assert conflict_among(ranks, start) is None
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from objcomm._transport import doors
-from objcomm._transport.doors import Door, OtherKeyError, Words, own_addresses
+from objcomm._transport.doors import Door, Handshakes, OtherKeyError, own_addresses
 from tests.hosts import free_port
 from tests.waits import wait_until
 
@@ -139,7 +139,7 @@ def test_another_users_process_is_sent_away_before_it_says_anything(
 ) -> None:
     refused: list[str] = []
     with _opened("127.0.0.1") as door:
-        words = Words(_SESSION, None)
+        words = Handshakes(_SESSION, None)
         places = {0: door.place, 1: door.place}
         ours = doors.Doors(door, places, {0: 0, 1: 0}, 0, words, refused.append)
         end = doors.Doors(door, places, {0: 0, 1: 0}, 1, words).call(0).socket
@@ -153,17 +153,17 @@ def test_another_users_process_is_sent_away_before_it_says_anything(
 
 
 def test_a_word_proves_the_session_and_the_key() -> None:
-    ours, without = Words(_SESSION, b"a secret"), Words(_SESSION, None)
-    assert len(ours.said(1, 0)) == Words.nbytes
-    assert ours.check(Words(_SESSION, b"a secret").said(1, 0), 1, 0)
-    assert not ours.check(ours.said(0, 1), 1, 0)
-    assert not ours.check(Words("5f" * 32, b"a secret").said(1, 0), 1, 0)
-    assert not ours.check(bytes(Words.nbytes), 1, 0)
-    assert not ours.check(ours.said(1, 0, "10.0.0.7 29500"), 1, 0, "10.0.0.8 29500")
-    assert not ours.check(without.said(1, 0, "10.0.0.7 29500"), 1, 0, "10.0.0.8 29500")
-    for other in (without, Words(_SESSION, b"another")):
+    ours, without = Handshakes(_SESSION, b"a secret"), Handshakes(_SESSION, None)
+    assert len(ours.of(1, 0)) == Handshakes.nbytes
+    assert ours.check(Handshakes(_SESSION, b"a secret").of(1, 0), 1, 0)
+    assert not ours.check(ours.of(0, 1), 1, 0)
+    assert not ours.check(Handshakes("5f" * 32, b"a secret").of(1, 0), 1, 0)
+    assert not ours.check(bytes(Handshakes.nbytes), 1, 0)
+    assert not ours.check(ours.of(1, 0, "10.0.0.7 29500"), 1, 0, "10.0.0.8 29500")
+    assert not ours.check(without.of(1, 0, "10.0.0.7 29500"), 1, 0, "10.0.0.8 29500")
+    for other in (without, Handshakes(_SESSION, b"another")):
         with pytest.raises(OtherKeyError) as caught:
-            ours.check(other.said(1, 0), 1, 0)
+            ours.check(other.of(1, 0), 1, 0)
         assert caught.value.peer == 1
 
 
@@ -185,7 +185,7 @@ def test_an_address_of_the_own_host_is_no_way_to_another_one(
             0: door.place,
             1: door.place._replace(addresses=theirs, port=free_port()),
         }
-        found = doors.Doors(door, places, {0: 0, 1: 1}, 0, Words(_SESSION, None))
+        found = doors.Doors(door, places, {0: 0, 1: 1}, 0, Handshakes(_SESSION, None))
         assert found.ways_to(1) == ways
         if own != theirs and ways == 1:
             assert found._ways[1] == ["10.0.0.8"]  # noqa: SLF001  # no network here could show it
@@ -195,7 +195,7 @@ def test_a_door_where_too_many_wait_says_so_at_once(monkeypatch: pytest.MonkeyPa
     """Otherwise a caller would wait in the kernel while strangers occupy the backlog."""
     monkeypatch.setattr(socket, "SOMAXCONN", 1)
     with Door.opened("auto", ["127.0.0.1"]) as door, ExitStack() as ends:
-        words, places = Words(_SESSION, None), {0: door.place, 1: door.place}
+        words, places = Handshakes(_SESSION, None), {0: door.place, 1: door.place}
         caller = doors.Doors(door, places, {0: 0, 1: 0}, 1, words)
 
         def is_full() -> bool:

@@ -104,7 +104,7 @@ def test_of_many_ranks_those_at_one_place_are_told_together() -> None:
     )
     assert len(error.positions) == 65
     nowhere = [each._replace(operation="", is_over=True) for each in lost * 3]
-    assert errors.whereabouts(nowhere)[0].endswith(" are in no call")
+    assert errors.position_texts(nowhere)[0].endswith(" are in no call")
 
 
 def test_ranks_that_compute_at_one_line_are_told_together() -> None:
@@ -114,7 +114,7 @@ def test_ranks_that_compute_at_one_line_are_told_together() -> None:
     ]
     elsewhere = _at(60, 20, 9.0, is_over=True)._replace(line="data.py:90 in load")
     last = "last was barrier (call 7) at train.py:20, 9.0 s ago"
-    many, one = errors.whereabouts([*loading, elsewhere])
+    many, one = errors.position_texts([*loading, elsewhere])
     seen = "seen there for 0.5 to 5.9 s"
     assert many == f"ranks 5-59 are in no call, now at data.py:88 in load ({seen}); their {last}"
     assert one == f"rank 60 is in no call, now at data.py:90 in load; its {last}"

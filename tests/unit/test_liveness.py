@@ -98,7 +98,7 @@ def test_of_another_host_only_a_word_tells() -> None:
     processes.note(1, away)
     assert not processes.is_beside(1)
     assert processes.end_of(1) == ""
-    processes.note(1, away._replace(word="its program has ended"))
+    processes.note(1, away._replace(end_reason="its program has ended"))
     assert processes.end_of(1) == "its program has ended"
 
 
@@ -113,10 +113,10 @@ def test_an_end_counts_when_it_was_noticed_so_long_ago() -> None:
 def test_in_a_store_that_served_another_world_what_never_lived_is_that_ones() -> None:
     processes = Processes()
     processes.is_new = False
-    left = Process.own()._replace(word="its program has ended")
+    left = Process.own()._replace(end_reason="its program has ended")
     processes.note(1, left)
     assert processes.end_of(1) == ""
-    processes.note(1, left._replace(name="another", word=""))
+    processes.note(1, left._replace(name="another", end_reason=""))
     processes.note(1, left._replace(name="another"))
     assert processes.end_of(1) == "its program has ended"
 

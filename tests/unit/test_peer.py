@@ -20,10 +20,10 @@ from objcomm._transport.frames import (
     FAREWELL_MAX_NBYTES,
     HEADER,
     LENT_FILES_MAX,
+    TINY_MAX_NBYTES,
     UNASKED_MAX_NBYTES,
     WAITING_LANES_MAX,
     WAITING_MAX,
-    WORD_MAX_NBYTES,
     Kind,
     may_be_ahead,
 )
@@ -110,7 +110,7 @@ def test_so_much_may_be_ahead(lengths: list[int], nbytes: int, *, may: bool) -> 
 
 _TAGS = (head_tag(0), head_tag(3), payload_tag(0, 1), payload_tag(3, 1))
 _LENGTHS = st.one_of(
-    st.integers(0, WORD_MAX_NBYTES + 2),
+    st.integers(0, TINY_MAX_NBYTES + 2),
     st.sampled_from([HEADER.size, 70_000, (1 << 17) - HEADER.size, 1 << 17, 400_000]),
 )
 _CARRIED = [1, 7, 23, 9_999, 1 << 20]
@@ -323,8 +323,8 @@ def test_credit_is_given_for_what_a_posted_receive_has_got() -> None:
 @pytest.mark.parametrize(
     ("nbytes", "tag", "is_sent"),
     [
-        (WORD_MAX_NBYTES, TAG, True),
-        (WORD_MAX_NBYTES + 1, TAG, False),
+        (TINY_MAX_NBYTES, TAG, True),
+        (TINY_MAX_NBYTES + 1, TAG, False),
         (UNASKED_MAX_NBYTES, HEAD, True),
     ],
 )
@@ -406,7 +406,7 @@ _LIES: dict[str, list[bytes]] = {
     "a frame of kind 99": [frame(99)],
     "a frame of kind 4294967295": [b"\xff" * HEADER.size],
     f"a message of {len(_MOST) + 1} bytes unasked": [frame(Kind.MESSAGE, HEAD, len(_MOST) + 1)],
-    f"a message of {WORD_MAX_NBYTES + 1} bytes": [frame(Kind.MESSAGE, TAG, WORD_MAX_NBYTES + 1)],
+    f"a message of {TINY_MAX_NBYTES + 1} bytes": [frame(Kind.MESSAGE, TAG, TINY_MAX_NBYTES + 1)],
     f"a message of {1 << 63} bytes unasked": [frame(Kind.MESSAGE, HEAD, 1 << 63)],
     "9 bytes for 8": [frame(Kind.MESSAGE, TAG, 9) + bytes(9), frame(Kind.OFFER, TAG, 9, 1)],
     f"{1 << 63} bytes for 8": [frame(Kind.OFFER, TAG, 1 << 63, 1)],
@@ -549,7 +549,7 @@ def test_nothing_that_arrives_breaks_a_peer_or_fills_its_memory(
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(_TAGS), st.binary(max_size=WORD_MAX_NBYTES)), max_size=AHEAD_MAX
+        st.tuples(st.sampled_from(_TAGS), st.binary(max_size=TINY_MAX_NBYTES)), max_size=AHEAD_MAX
     ),
     st.lists(st.integers(1, 60), min_size=1),
 )

@@ -209,7 +209,7 @@ def test_a_guest_that_leaves_with_a_word_takes_the_others_along() -> None:
         for each in left[1:]:
             told = each.exception(_LIMIT_S)
             assert isinstance(told, LeftError)
-            assert told.word == b"\xffword"
+            assert told.message == b"\xffword"
     assert_no_answer_is_left(ours, 3)
 
 

@@ -29,7 +29,7 @@ class _Kernel:
         self.repeated = self.unanswered = self.probes = 0
         self._silence = silence
         monkeypatch.setattr(sockets, "time", SimpleNamespace(monotonic=lambda: self._seconds))
-        monkeypatch.setattr(sockets, "_told_of", self._told)
+        monkeypatch.setattr(sockets, "_tcp_state_of", self._told)
 
     def _told(self, _: socket.socket) -> tuple[int, ...]:
         ages = [round((self._seconds - each) * 1000) for each in (self.sent, self.heard)]

@@ -29,7 +29,7 @@ VERDICTS = {
             reason="other roots",
             positions=POSITIONS,
             meshes=("a", "b"),
-            circle=b"\x00\xff",
+            deadlock=b"\x00\xff",
         ),
         errors.DesyncError,
     ),
@@ -128,7 +128,7 @@ NOT_VERDICTS: dict[str, tuple[str, Any]] = {
     "the operation": ("operation", [1]),
     "the cause": ("cause", 8),
     "a cause that only equals one": ("cause", 2.0),
-    "the circle": ("circle", 1 << 40),
+    "the circle": ("deadlock", 1 << 40),
     "the meshes": ("meshes", [1]),
 }
 

@@ -124,8 +124,8 @@ def test_strangers_at_the_door_are_sent_away(said: str) -> None:
         doors = doors_of(links[0])  # as if a stranger had found them
         words = {
             "nothing": b"",
-            "another rank's word": doors.word_to(1),
-            "no word": bytes(doors.word_nbytes),
+            "another rank's word": doors.handshake_to(1),
+            "no word": bytes(doors.handshake_nbytes),
         }
         address = f"\0objcomm/{doors._places[0].name}"  # noqa: SLF001  # likewise
         with socket.socket(socket.AF_UNIX) as stranger:
@@ -158,10 +158,10 @@ def test_who_answers_with_another_word_is_no_rank() -> None:
         doors.call = lambda *_: (end, b"", "")
         with impostor:
             coming = links[0].recv(room(1), 1, TAG)
-            impostor.sendall(doors.word_from(1)[:20])
+            impostor.sendall(doors.handshake_from(1)[:20])
             links[0].move()
             assert not links[0].closed()
-            impostor.sendall(bytes(doors.word_nbytes - 20))
+            impostor.sendall(bytes(doors.handshake_nbytes - 20))
             with pytest.raises(LinkClosed, match="the wrong handshake"):
                 links[0].wait(coming, LIMIT)
 

@@ -40,14 +40,14 @@ def test_nothing_but_a_word_goes_to_who_has_not_proved_who_it_is() -> None:
     with behind_doors(across=True) as links:
         impostor, end = tcp_pair()
         doors = doors_of(links[0])
-        doors.call = lambda *_: (end, doors.word_to(1), "")
+        doors.call = lambda *_: (end, doors.handshake_to(1), "")
         with impostor:
             sent = links[0].send(filled(9), 1, HEAD)
             large = links[0].send(filled(1 << 20), 1, TAG)
             links[0].move()
             impostor.settimeout(PATIENCE_S)
-            assert impostor.recv(1 << 16) == doors.word_to(1)
-            impostor.sendall(bytes(doors.word_nbytes))
+            assert impostor.recv(1 << 16) == doors.handshake_to(1)
+            impostor.sendall(bytes(doors.handshake_nbytes))
             for pending in (sent, large):
                 with pytest.raises(LinkClosed, match="the wrong handshake"):
                     links[0].wait(pending, LIMIT)
@@ -72,7 +72,7 @@ def test_a_rank_of_this_host_comes_by_a_unix_socket_and_one_of_another_does_not(
             family, door = socket.AF_INET, (place.addresses[0], place.port)
         with socket.socket(family) as stranger, suppress(ConnectionRefusedError):
             stranger.connect(door)
-            assert doors.caller(stranger, doors.word_from(1)) is None
+            assert doors.caller(stranger, doors.handshake_from(1)) is None
 
 
 def test_what_was_sent_is_delivered_before_an_end_though_something_lies_unread(
@@ -213,7 +213,7 @@ def test_a_call_that_does_not_get_through_gives_way_to_the_other_ranks(
             end = socket.socket()
             end.settimeout(0)
             end.connect_ex(full.getsockname())
-            return end, doors.word_to(peer), ""
+            return end, doors.handshake_to(peer), ""
 
         monkeypatch.setattr(doors, "call", call)
         arrives(links[0].send(filled(9), 1, TAG), links, filled(9))
@@ -254,7 +254,7 @@ def test_a_call_that_the_system_gives_up_is_made_again(monkeypatch: pytest.Monke
             end = _Unreachable()
             end.settimeout(0)
             end.connect_ex(("127.0.0.1", 1))  # refused, so it reports an end
-            return end, doors.word_to(peer), ""
+            return end, doors.handshake_to(peer), ""
 
         monkeypatch.setattr(doors, "call", call_in_vain)
         sent = links[0].send(filled(9), 1, TAG)
@@ -273,8 +273,8 @@ def test_where_a_rank_can_be_reached_is_one_word(
     name: str, addresses: tuple[str, ...], lacks: str
 ) -> None:
     place = Place("auto", "host-7", name, 29500 if addresses else 0, lacks, addresses)
-    assert Place.of(place.told()) == place
-    assert not set(place.told()) & {" ", "/"}
+    assert Place.of(place.text()) == place
+    assert not set(place.text()) & {" ", "/"}
 
 
 @pytest.mark.parametrize(

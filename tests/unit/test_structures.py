@@ -138,7 +138,7 @@ def test_what_cannot_be_combined_is_refused_with_its_path(obj: Any, path: str) -
 
 
 def test_a_container_within_itself_is_an_error() -> None:
-    circle: list[Any] = []
-    circle.append(circle)
+    deadlock: list[Any] = []
+    deadlock.append(deadlock)
     with pytest.raises(RecursionError):
-        structure_of(circle)
+        structure_of(deadlock)

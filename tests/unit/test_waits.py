@@ -140,20 +140,20 @@ def test_a_circle_that_another_rank_has_found_is_passed_on(tmp_path: Path) -> No
     """Rank 2 learns of it from a verdict; rank 1, which awaits rank 2, shares no mesh yet."""
     board, other = (board_on(tmp_path)[0] for _ in range(2))
     state = LaneWait("a", "", 0, 1, 1, 1, -1, Step(0, 1, 2, 0, "a.py:1"), 2, 5.0, 1.0, ())
-    circle = Deadlock("each waits for another", ((1, state, Step(0, 1, 2, 0, "a.py:1")),))
-    found = Verdict.of(Cause.DESYNC, reason=circle.reason, circle=pack_record(circle))
+    deadlock = Deadlock("each waits for another", ((1, state, Step(0, 1, 2, 0, "a.py:1")),))
+    found = Verdict.of(Cause.DESYNC, reason=deadlock.reason, deadlock=pack_record(deadlock))
     other.propose("n", found)
     for _ in range(2):
         assert board.look("n") == found
     board.publish(WaitSnapshot(1, 1, ()))
     read = board.read(0, 1)
     assert read is not None
-    (known,) = read.circles
-    assert known.told_seconds > 0
-    assert 0 < known.told_at < time.monotonic()
-    assert known._replace(told_seconds=0.0, told_at=0.0) == circle
+    (known,) = read.deadlocks
+    assert known.known_seconds > 0
+    assert 0 < known.known_since < time.monotonic()
+    assert known._replace(known_seconds=0.0, known_since=0.0) == deadlock
     assert known.holds(1, state)
-    other.propose("m", found._replace(circle=b"\x91\x01"))
+    other.propose("m", found._replace(deadlock=b"\x91\x01"))
     told = board.look("m")
     assert told is not None
     assert not told.is_recoverable

@@ -100,7 +100,7 @@ def mesh_like(*ranks: int, others: tuple[int, ...] = (0,), **facts: Any) -> Any:
 def board_like(**answers: Any) -> Any:
     """Return the parts of rank 1's board that are read."""
     made: dict[str, Any] = {"rank": 1, "ask": lambda: 1, "publish": lambda snapshot: snapshot}
-    made |= dict.fromkeys(("look", "learn", "tell_circle"), lambda _: None)
+    made |= dict.fromkeys(("look", "learn", "publish_deadlock"), lambda _: None)
     return SimpleNamespace(**made | answers)
 
 

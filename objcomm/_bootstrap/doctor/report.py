@@ -108,11 +108,16 @@ def conclusions(found: Sequence[Finding]) -> list[str]:
                 break_on_hyphens=False,
             )
     counts = [(each, sum(one.severity is each for one in found)) for each in Severity]
-    told = ", ".join(f"{count} {each.value}{'s' * (count > 1)}" for each, count in counts if count)
+    totals = ", ".join(
+        f"{count} {each.value}{'s' * (count > 1)}" for each, count in counts if count
+    )
     if not status(found):
-        return [*lines, f"nothing found that would break or slow a job{f' ({told})' * bool(told)}"]
+        return [
+            *lines,
+            f"nothing found that would break or slow a job{f' ({totals})' * bool(totals)}",
+        ]
     first = ", ".join(filter(None, [found[0].name, printable(found[0].where)]))
-    return [*lines, f"{told}; first: {first}"]
+    return [*lines, f"{totals}; first: {first}"]
 
 
 def _heading(evidence: Evidence) -> list[str]:

@@ -204,8 +204,8 @@ def parse(text: str, source: str) -> Dump:
         raise UsageError(f"{source}: world_size={fields['world_size']!r} is out of range")
     error = fields["error"]
     if error is not None:
-        told = _checked(error, {"type": str, "text": str}, f"{source}: error")
-        fields["error"] = f"{told['type']}: {told['text']}"
+        found = _checked(error, {"type": str, "text": str}, f"{source}: error")
+        fields["error"] = f"{found['type']}: {found['text']}"
     groups = [_group(each, f"{source}: groups[{at}]") for at, each in enumerate(fields["groups"])]
     parts = sum(len(each.ranks) * len(each.calls) for each in groups)
     if parts > _MOST_PARTS:

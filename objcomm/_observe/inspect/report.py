@@ -79,14 +79,14 @@ def conclude(rows: Sequence[CallRow], places: Places) -> str:
     if row is None:
         return _agreement(rows, places)
     if row.parting is Parting.DIFFERS:
-        told = _differing(row, rows, places)
+        text = _differing(row, rows, places)
     elif row.parting is Parting.MISSING:
-        told = _missing(row, rows, places)
+        text = _missing(row, rows, places)
     elif row.key.pair:
-        told = _stuck_message(row, rows, places)
+        text = _stuck_message(row, rows, places)
     else:
-        told = _stuck(row, places)
-    return f"{group_text(row)}: {told}"
+        text = _stuck(row, places)
+    return f"{group_text(row)}: {text}"
 
 
 def _agreement(rows: Sequence[CallRow], places: Places) -> str:
@@ -123,13 +123,13 @@ def _missing(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
     lacking = [rank for rank, why in row.absent.items() if why is Absence.NEVER]
     made = _made(row.calls[min(row.calls)], places)
     never = "never came to the" if row.key.sequence < 0 else "never made"
-    told = f"{ranks_text(lacking)} {never} {call_text(row.key)} ({made} on {ranks_text(row.calls)})"
+    text = f"{ranks_text(lacking)} {never} {call_text(row.key)} ({made} on {ranks_text(row.calls)})"
     if len(lacking) > 1:
-        return f"{told}.{_before(row, rows, places)}"
+        return f"{text}.{_before(row, rows, places)}"
     last = _last_text(lacking[0], row, rows, places)
     if not last:
-        return f"{told}; it made no call on this group, or had destroyed it before its dump."
-    return f"{told}; its last was {last} the others came."
+        return f"{text}; it made no call on this group, or had destroyed it before its dump."
+    return f"{text}; its last was {last} the others came."
 
 
 def _last_text(rank: int, row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
@@ -151,15 +151,15 @@ def _stuck_message(row: CallRow, rows: Sequence[CallRow], places: Places) -> str
         for rank, call in row.calls.items()
         if is_stuck(call)
     )
-    told = f"the {call_text(row.key)} did not end well: {ends}"
+    text = f"the {call_text(row.key)} did not end well: {ends}"
     (absent, why), *_ = [*row.absent.items(), (None, None)]
     if absent is None:
-        return f"{told}."
+        return f"{text}."
     if why is Absence.NO_DUMP:
-        return f"{told}; there is no dump of rank {absent}, so look there first."
+        return f"{text}; there is no dump of rank {absent}, so look there first."
     last = _last_text(absent, row, rows, places)
     did = f"its last was {last} this one began" if last else "it made no call on this group"
-    return f"{told}; rank {absent} was waited for; {did}."
+    return f"{text}; rank {absent} was waited for; {did}."
 
 
 def _stuck(row: CallRow, places: Places) -> str:
@@ -169,19 +169,19 @@ def _stuck(row: CallRow, places: Places) -> str:
             by_outcome[call.outcome].append(rank)
     ends = "; ".join(f"{what} on {ranks_text(ranks)}" for what, ranks in by_outcome.items())
     made = _made(row.calls[min(row.calls)], places)
-    told = (
+    text = (
         f"no rank made another call than the rest, but {call_text(row.key)} ({made}) did not end "
         f"well: {ends}"
     )
     unheard = [rank for rank, why in row.absent.items() if why is Absence.NO_DUMP]
     if unheard:
-        return f"{told}; there is no dump of {ranks_text(unheard)}, so look there first."
+        return f"{text}; there is no dump of {ranks_text(unheard)}, so look there first."
     members = row.key.ranks
     numbers = {call.awaits for call in row.calls.values() if 0 <= call.awaits < len(members)}
     awaited = ranks_text(members[number] for number in numbers)
     waits = f"; {awaited} was waited for" if numbers else ""
     last = f"rank {row.last_rank} came last, {duration_text(row.skew_seconds)} after the first"
-    return f"{told}{waits}; {last}."
+    return f"{text}{waits}; {last}."
 
 
 def _before(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
