@@ -1,4 +1,4 @@
-"""``objcomm`` and ``python -m objcomm``: check ranks before a job, and their records after it.
+"""``objcomm`` and ``python -m objcomm``: check ranks before a job, watch them, read their records.
 
 Knows only the command lines, so that ``--help`` does not import torch.
 """
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser(typed: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=typed,
-        description="Checks ranks before a job, and reads what they wrote after it; or runs "
+        description="Checks ranks before a job, watches them, and reads what they wrote; or runs "
         "a program with torch's object collectives replaced.",
         epilog="python -m objcomm.demo trains and evaluates on a few ranks, to try objcomm.",
     )
@@ -96,6 +96,37 @@ def _parser(typed: str) -> argparse.ArgumentParser:
     )
     examining.add_argument("--json", type=Path, metavar="FILE", help="write all that was found")
     examining.set_defaults(room="_bootstrap.doctor", refuse=examining.error)
+
+    watching = commands.add_parser(
+        "top",
+        help="show live what each rank of a running job is doing",
+        description="Attaches to a running job through the store in which its ranks met, and "
+        "shows for each rank its call, for which rank it waits and since when, its line, its calls "
+        "and bytes per second, and for how long others waited for it in the last minute.",
+        epilog="Exit status: 0 if the job was seen, 1 if there is none, 2 if an argument is wrong. "
+        "Example: %(prog)s --store node0:29500",
+    )
+    watching.add_argument(
+        "--store",
+        metavar="HOST:PORT",
+        help="the job's store (default: MASTER_ADDR and MASTER_PORT of the environment)",
+    )
+    watching.add_argument(
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="time from one look to the next (default: %(default)g)",
+    )
+    watching.add_argument("--once", action="store_true", help="look for one interval, and end")
+    watching.add_argument("--json", action="store_true", help="print a JSON object for each look")
+    watching.add_argument(
+        "--prometheus",
+        type=int,
+        metavar="PORT",
+        help="also serve metrics at this port of 127.0.0.1; 0 takes a free one",
+    )
+    watching.set_defaults(room="_bootstrap.top", refuse=watching.error)
     return parser
 
 

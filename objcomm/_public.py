@@ -26,6 +26,7 @@ try:
     from objcomm._collectives.scatter import all_to_all, reduce_scatter, scatter
     from objcomm._collectives.split import dup, leaders, new_group, node_group, split
     from objcomm._config import check, configure
+    from objcomm._failures.activity import Activity, RankActivity, monitor
     from objcomm._observe.history import OperationStats
     from objcomm._observe.published import publish
     from objcomm._observe.stats import reset_stats, stats
@@ -89,6 +90,7 @@ finally:
         gc.enable()
 
 __all__ = [
+    "Activity",
     "AuthenticationError",
     "BrokenGroupError",
     "CodecError",
@@ -106,6 +108,7 @@ __all__ = [
     "Op",
     "OperationStats",
     "Position",
+    "RankActivity",
     "RankFailure",
     "Shard",
     "Start",
@@ -153,6 +156,7 @@ __all__ = [
     "main_process_only",
     "metrics",
     "models",
+    "monitor",
     "mprobe",
     "new_group",
     "node_first",

@@ -1,9 +1,11 @@
-"""Export the counters of ``objcomm.stats`` to monitoring tools."""
+"""Export the counters of ``objcomm.stats``, and what ranks do, to monitoring tools."""
 
+from objcomm._failures.activity import activity_to_prometheus
 from objcomm._observe.published import publish
 from objcomm._observe.stats import stats_to_prometheus, stats_to_tensorboard
 
 __all__ = [
+    "activity_to_prometheus",
     "stats_to_prometheus",
     "stats_to_tensorboard",
 ]

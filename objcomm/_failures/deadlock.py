@@ -63,6 +63,8 @@ class LaneWait(NamedTuple):
             is encoding, or in a callback.
         has_ended: whether there is a verdict on the mesh, so its waits are about to end.
         name: the lane's name, if the program has given it one.
+        waits_for: the global rank that it waits for, even if ``awaits`` is -1 because the wait ends
+            in any case; -1 if there is none.
     """
 
     group: str
@@ -80,6 +82,7 @@ class LaneWait(NamedTuple):
     is_inside: bool = False
     has_ended: bool = False
     name: str = ""
+    waits_for: int = -1
 
     def is_over(self, step: Step) -> bool:
         """Whether a call on the lane has returned."""
@@ -160,7 +163,12 @@ class WaitSnapshot(NamedTuple):
         deadlocks: the latest deadlocks that it was part of. It has raised and no longer waits, so a
             rank that searches later could not find them.
         is_single: whether no thread but the main one can make calls.
-        running: where its main thread and the owners of its lanes are in the program.
+        running: where its main thread, and those that own its lanes or wait on them, are in the
+            program.
+        taken_at: when it was taken, by that process's clock.
+        calls: number of calls that the process has completed, on all groups.
+        sent_nbytes: bytes that these calls have sent.
+        received_nbytes: bytes that these calls have received.
     """
 
     asked: int
@@ -169,6 +177,10 @@ class WaitSnapshot(NamedTuple):
     deadlocks: tuple[Deadlock, ...] = ()
     is_single: bool = False
     running: tuple[Running, ...] = ()
+    taken_at: float = 0.0
+    calls: int = 0
+    sent_nbytes: int = 0
+    received_nbytes: int = 0
 
     def waiting_since(self, group: str, number: int, since: float) -> LaneWait | None:
         """Return the state of a lane during one wait; ``None`` if that wait is over."""

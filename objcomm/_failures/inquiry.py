@@ -25,6 +25,7 @@ from objcomm._failures.verdict import Cause, Verdict
 from objcomm._observe.history import CallRecord
 from objcomm._observe.log import log, logged
 from objcomm._observe.stacks import frames_by_thread
+from objcomm._observe.stats import totals
 from objcomm._transport.lane import IN_TURNS, Lane
 from objcomm._transport.store import pack_record
 from objcomm._wire.header import operation_name
@@ -52,8 +53,17 @@ def wait_snapshot(meshes: Iterable[Mesh], asked: int) -> WaitSnapshot:
         for lane in tuple(mesh.lanes.values())
         for entry in (of_each_kind(lane.waits()) or (None,))
     ]
-    main = threading.main_thread().ident or 0
-    return WaitSnapshot(asked, main, tuple(lanes), is_single=is_single())
+    counted = totals()
+    return WaitSnapshot(
+        asked,
+        threading.main_thread().ident or 0,
+        tuple(lanes),
+        is_single=is_single(),
+        taken_at=time.monotonic(),
+        calls=counted.calls,
+        sent_nbytes=counted.sent_nbytes,
+        received_nbytes=counted.received_nbytes,
+    )
 
 
 def of_each_kind(entries: Iterable[CallRecord]) -> list[CallRecord]:
@@ -152,6 +162,7 @@ def _state(mesh: Mesh, lane: Lane, entry: CallRecord | None) -> LaneWait:
         is_inside=entry is None and order is None and not is_idle,
         has_ended=mesh.verdict is not None,
         name="" if lane.name == IN_TURNS else lane.name,
+        waits_for=-1 if entry is None or entry.awaits < 0 else mesh.ranks[entry.awaits],
     )
 
 

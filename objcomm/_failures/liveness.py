@@ -87,6 +87,7 @@ class Process(NamedTuple):
         end_reason: why it ended or left its world; empty while it is alive.
         calls: the calls it made, published when it will make no more.
         figures: the cost of its calls, packed by ``compat.report``; empty without a report.
+        world_size: number of ranks in its world; 0 if unknown.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Process(NamedTuple):
     end_reason: str = ""
     calls: tuple[GroupCalls, ...] = ()
     figures: bytes = b""
+    world_size: Annotated[int, range(1 << 20)] = 0
 
     @classmethod
     def own(cls) -> Self:

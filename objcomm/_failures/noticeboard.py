@@ -12,6 +12,7 @@ import contextlib
 import functools
 import math
 import queue
+import re
 import threading
 import time
 from collections import deque
@@ -57,14 +58,89 @@ PATIENCE_SECONDS = 0.5
 _HEARD_SECONDS = 0.5
 
 _PREFIX = "objcomm"
+_PROCESS = re.compile(rf"(.*/)?{_PREFIX}/process/([0-9]{{1,7}})", re.DOTALL)
+
+
+def pause_seconds(size: int) -> float:
+    """Return how often a rank of a world of this size checks whether its snapshot is wanted."""
+    return max(IDLE_SECONDS, size / _LOOKS_PER_SECOND)
 
 
 class StoreSilentError(Exception):
     """The store did not answer in time, or its host is gone."""
 
 
-class Board:
-    """The operations on the store. For the board's thread only, because each may block.
+class Reader:
+    """The operations on the store that a process which is not a rank may use, too.
+
+    For one thread only, because each operation may block.
+    """
+
+    def __init__(self, store: AnyStore) -> None:
+        """Create a reader.
+
+        Args:
+            store: the world's store, with objcomm's prefix.
+        """
+        self._store = store
+
+    def ask(self) -> int:
+        """Ask every rank for its snapshot; return the question's number."""
+        number: int = self._store.add("asked", 1)
+        return number
+
+    def processes_of(self, ranks: Iterable[int]) -> dict[int, Process]:
+        """Return the process records of some ranks, as far as they are published and readable."""
+        keys = {rank: f"process/{rank}" for rank in ranks}
+        if len(keys) > 1 and self._store.check(list(keys.values())):
+            # One request for all; it cannot block, because these keys are never removed.
+            records = self._store.multi_get(list(keys.values()))
+        else:
+            records = [read(self._store, key) for key in keys.values()]
+        found = {}
+        for rank, raw in zip(keys, records, strict=True):
+            if raw is not None:
+                with contextlib.suppress(WireError):
+                    found[rank] = unpack_record(raw, Process, "a process")
+        return found
+
+    def read(self, rank: int, asked: int) -> WaitSnapshot | None:
+        """Return a rank's snapshot if it answers question ``asked`` or a later one."""
+        if (raw := read(self._store, f"where/{rank}")) is None:
+            return None
+        try:
+            found = unpack_record(raw, WaitSnapshot, "a snapshot")
+        except WireError:
+            return None
+        return found if found.asked >= asked else None
+
+
+def boards_in(keys: Iterable[str]) -> dict[str, list[int]]:
+    """Return the ranks that have published something, by prefix of the noticeboard.
+
+    A store may have several: of earlier attempts of torchrun, and of worlds that were left.
+
+    Args:
+        keys: all keys of a store.
+    """
+    found: dict[str, list[int]] = {}
+    for match in filter(None, map(_PROCESS.fullmatch, keys)):
+        found.setdefault(match[1] or "", []).append(int(match[2]))
+    return found
+
+
+def reader_of(store: SharedStore, prefix: str) -> Reader:
+    """Return a reader of one of the noticeboards in a store.
+
+    Args:
+        store: the store, open.
+        prefix: as ``boards_in`` returns it.
+    """
+    return Reader(StorePart(store, f"{prefix}{_PREFIX}"))
+
+
+class Board(Reader):
+    """All operations of a rank on the store. For the board's thread only.
 
     Attributes:
         rank: this process's global rank.
@@ -78,7 +154,7 @@ class Board:
             rank: this process's global rank.
             processes: what is known about the world's processes.
         """
-        self._store = store
+        super().__init__(store)
         self._processes = processes
         self._deadlocks: deque[tuple[Deadlock, float]] = deque(maxlen=_DEADLOCKS_MAX)
         self._sampler = StackSampler()
@@ -87,11 +163,6 @@ class Board:
         # First of all, so that ranks that wait for this one can identify its process.
         processes.is_new = not self._store.check([f"process/{rank}"])
         self._store.set(f"process/{rank}", pack_record(processes.own))
-
-    def ask(self) -> int:
-        """Ask every rank for its snapshot; return the question's number."""
-        number: int = self._store.add("asked", 1)
-        return number
 
     def asked(self) -> int:
         """Return the number of the latest question."""
@@ -105,7 +176,9 @@ class Board:
             deadlock._replace(known_seconds=now - since, known_since=since)
             for deadlock, since in self._deadlocks
         ]
-        threads = {snapshot.main_thread, *(lane.thread for lane in snapshot.lanes)}
+        threads = {snapshot.main_thread}.union(
+            *((lane.thread, lane.waiter) for lane in snapshot.lanes)
+        )
         running = self._sampler.sample(threads, now)
         published = snapshot._replace(deadlocks=tuple(deadlocks), running=running)
         self._store.set(f"where/{self.rank}", pack_record(published))
@@ -118,17 +191,9 @@ class Board:
             self._deadlocks.append((deadlock, time.monotonic()))
 
     def learn(self, ranks: Iterable[int]) -> None:
-        """Read the process records of some ranks, as far as they are published."""
-        keys = {rank: f"process/{rank}" for rank in ranks}
-        if len(keys) > 1 and self._store.check(list(keys.values())):
-            # One request for all; it cannot block, because these keys are never removed.
-            records = self._store.multi_get(list(keys.values()))
-        else:
-            records = [read(self._store, key) for key in keys.values()]
-        for rank, raw in zip(keys, records, strict=True):
-            if raw is not None:
-                with contextlib.suppress(WireError):
-                    self._processes.note(rank, unpack_record(raw, Process, "a process"))
+        """Note the process records of some ranks, as far as they are published."""
+        for rank, process in self.processes_of(ranks).items():
+            self._processes.note(rank, process)
 
     def publish_end(self, rank: int, end_reason: str) -> None:
         """Publish why a rank's process has ended, unless a reason or a new process is published."""
@@ -145,16 +210,6 @@ class Board:
         if self.answered:
             self._store.delete_key(f"where/{self.rank}")
         self.publish_end(self.rank, end_reason)
-
-    def read(self, rank: int, asked: int) -> WaitSnapshot | None:
-        """Return a rank's snapshot if it answers question ``asked`` or a later one."""
-        if (raw := read(self._store, f"where/{rank}")) is None:
-            return None
-        try:
-            found = unpack_record(raw, WaitSnapshot, "a snapshot")
-        except WireError:
-            return None
-        return found if found.asked >= asked else None
 
     def forget_address(self, group: str, rank: int) -> None:
         """Remove the address that torch stored for a rank of ``group``, one of our groups."""
@@ -273,11 +328,12 @@ class BoardThread:
         self._hosted: dist.Store | None = store
         self._lost_seconds = lost_seconds
         self._rank = rank
-        self._pause = max(IDLE_SECONDS, size / _LOOKS_PER_SECOND)
+        self._pause = pause_seconds(size)
         self._describe = describe
         self._is_needed = is_needed
         self.is_cut_off = is_cut_off
         self.processes = Processes()
+        self.processes.own = self.processes.own._replace(world_size=size)
         self._board: Board | None = None
         self._farewell = DESTROYED
         self._is_over = False

@@ -119,6 +119,12 @@ def stats_to_tensorboard(writer: ScalarWriter, step: int, group: GroupLike = Non
             writer.add_scalar(f"objcomm/{operation}/{name}", getattr(counted, field), step)
 
 
+def totals() -> OperationStats:
+    """Return the sums of all counters of this process."""
+    counted = _by_group().values()
+    return OperationStats(**{each: sum(getattr(of, each) for of in counted) for each in _FIGURES})
+
+
 def _by_group() -> dict[tuple[str, str], OperationStats]:
     """Return all counters by group and operation.
 

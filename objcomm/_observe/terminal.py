@@ -34,13 +34,15 @@ def aligned(rows: Sequence[Sequence[str]], *, is_right: bool = False) -> list[st
     ]
 
 
-def show(text: str) -> None:
-    """Print a report; a closed pipe is not an error."""
+def show(text: str) -> bool:
+    """Print a report, and return whether somebody may read it; a closed pipe is not an error."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 def end_badly(error: BaseException) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 #: Values for the parameters without a default.
 RIGHT: dict[str, Any] = {
+    "activity": objcomm.Activity(0.0, (), -1),
     "color": 0,
     "communication_object": 1,
     "dataset": [1],

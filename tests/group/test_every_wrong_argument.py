@@ -20,6 +20,7 @@ A_TAG = ["x", -1, 1.5, True]
 #: For each parameter, values that no function accepts.
 WRONG: dict[str, list[Any]] = {
     "accept": [3, [3], [b"pickle"]],
+    "activity": [3],
     "allow": [3, [3], ["no.such_class"]],
     "backend": [3],
     "cls": [3],
@@ -32,6 +33,7 @@ WRONG: dict[str, list[Any]] = {
     "group_dst": A_RANK,
     "group_rank": A_RANK,
     "group_src": A_RANK,
+    "interval": ["30s", math.nan, -1.0, True],
     "key": ["x", 1.5, True],
     "klass": [3],
     "labels": [3],

@@ -29,10 +29,12 @@ _TICK_S = 0.002
 _NO_CALLS = {"init", "launch", "shutdown"}
 #: These cause no traffic and always succeed.
 LOCAL = {
+    "exporters.activity_to_prometheus",
     "exporters.stats_to_prometheus",
     "from_tensor",
     "is_initialized",
     "is_main",
+    "monitor",
     "rank",
     "rank_prefixed_message",
     "recorder.dump",

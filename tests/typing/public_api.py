@@ -363,6 +363,10 @@ def groups(
     assert_type(objcomm.all_gather(1, group=group, device="cpu", confirm=True), list[int])
     assert_type(objcomm.stats(group), dict[str, objcomm.OperationStats])
     assert_type(objcomm.exporters.stats_to_prometheus({"job": "train"}), str)
+    for activity in objcomm.monitor(interval=timedelta(seconds=3)):
+        assert_type(activity, objcomm.Activity)
+        assert_type(objcomm.exporters.activity_to_prometheus(activity), str)
+        assert_type(activity.ranks[0].calls_per_second, float | None)
     objcomm.exporters.stats_to_tensorboard(writer, 100, group=group)
     objcomm.reset_stats(mesh)
     with objcomm.lane("eval"), objcomm.check():

@@ -122,7 +122,7 @@ def _made(port: int) -> dist.TCPStore | None:
     """Create a store at a port; return None if the port is taken, perhaps by another rank 0."""
     try:
         # Not at MASTER_ADDR, which may be wrong and is checked later.
-        store = _store("127.0.0.1", port, _ASK_SECONDS, is_master=True)
+        store = store_at("127.0.0.1", port, _ASK_SECONDS, is_master=True)
     except (RuntimeError, TimeoutError) as error:
         if "EADDRINUSE" in str(error):
             return None
@@ -138,7 +138,7 @@ def _joined(address: str, port: int, deadline: float, *, is_of_agent: bool) -> d
     """Connect to the store that torchrun or rank 0 has created."""
     seconds = max(deadline - time.monotonic(), _ASK_SECONDS)
     try:
-        store = _store(address, port, seconds, is_master=False)
+        store = store_at(address, port, seconds, is_master=False)
         if not is_of_agent:  # rank 0 may be about to mark the store as its own
             within(_ASK_SECONDS, lambda: store.wait([_IS_OURS], timedelta(seconds=_TOUCH_SECONDS)))
     except (RuntimeError, TimeoutError):
@@ -149,7 +149,8 @@ def _joined(address: str, port: int, deadline: float, *, is_of_agent: bool) -> d
     return store
 
 
-def _store(host: str, port: int, seconds: float, *, is_master: bool) -> dist.TCPStore:
+def store_at(host: str, port: int, seconds: float, *, is_master: bool) -> dist.TCPStore:
+    """Create a store at a port, or connect to one; raise TimeoutError if that takes too long."""
     limit = timedelta(seconds=seconds)
     return within(
         seconds,

@@ -1,0 +1,1 @@
+"""``python -m objcomm top``: show what the ranks of a running job are doing."""

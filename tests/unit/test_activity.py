@@ -1,0 +1,269 @@
+"""What a monitor concludes from ranks' answers, and from what a stranger left in the store."""
+
+import contextlib
+import math
+import socket
+from typing import Any
+from unittest import mock
+from urllib.request import urlopen
+
+import pytest
+import torch.distributed as dist
+from prometheus_client.parser import text_string_to_metric_families
+
+import objcomm
+from objcomm import Activity, RankActivity
+from objcomm.__main__ import main
+from objcomm._bootstrap.top import command
+from objcomm._failures import activity as monitoring
+from objcomm._failures.activity import Monitor
+from objcomm._failures.deadlock import LaneWait, Step, WaitSnapshot
+from objcomm._failures.liveness import Process
+from objcomm._failures.noticeboard import Reader, boards_in
+from objcomm._observe.stacks import Running
+from objcomm._transport.store import loopback_store, pack_record
+from objcomm._wire.header import Operation
+from tests.hosts import free_port
+
+MAIN = 11
+LATEST = 1 << 40  # an answer to any question
+STEP = Step(3, Operation.BARRIER, -1, 0, "train.py:5")
+
+
+def lane(**fields: Any) -> LaneWait:
+    """The main thread's lane, which waits for rank 1."""
+    usual = {"group": "g", "nonce": "n", "number": 0, "thread": MAIN, "waiter": MAIN}
+    usual |= {"next_sequence": 4, "taken": -1, "now": STEP, "awaits": 1, "since": 1.0}
+    return LaneWait(**usual | {"seconds": 2.5, "past": (STEP,), "waits_for": 1} | fields)  # type: ignore[arg-type]  # of many types
+
+
+def answer(*lanes: LaneWait, **fields: Any) -> WaitSnapshot:
+    """A snapshot of a rank with these lanes, in line 9."""
+    running = (Running(MAIN, "train.py:9", "step", 0.5),)
+    told = WaitSnapshot(LATEST, MAIN, lanes, running=running, taken_at=10.0, calls=3)
+    return told._replace(**fields)
+
+
+class Job:
+    """A store as the ranks of a job of two leave it, and a monitor of it."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        reader = Reader(self.store)
+        self.monitor = Monitor(lambda job: job(reader), 2)
+        for rank in range(2):
+            self.put(f"process/{rank}", Process.own()._replace(world_size=2))
+
+    def put(self, key: str, record: Any) -> None:
+        """Store a record, or bytes."""
+        packed: Any = record if type(record) is bytes else pack_record(record)
+        self.store.set(key, packed)
+
+    def look(self) -> Activity:
+        """Look without waiting for answers."""
+        with (
+            mock.patch.object(monitoring, "pause_seconds", return_value=0.0),
+            mock.patch.object(monitoring, "_LATE_SECONDS", 0.1),
+        ):
+            return self.monitor.look()
+
+
+ANSWERS: dict[str, tuple[WaitSnapshot, tuple[Any, ...]]] = {
+    "a call that waits": (answer(lane()), ("waiting", "barrier", 3, 1, 2.5)),
+    "a call that encodes": (
+        answer(lane(now=None, waits_for=-1, waiter=0, is_inside=True)),
+        ("in call", "barrier", 3, -1, 2.5),
+    ),
+    "after a call": (
+        answer(lane(now=None, waits_for=-1, waiter=0)),
+        ("computing", "barrier", 3, -1, 2.5),
+    ),
+    "an outstanding asynchronous call": (
+        answer(lane(waiter=0)),
+        ("computing", "barrier", 3, -1, 2.5),
+    ),
+    "another thread waits, the main thread computes": (
+        answer(lane(thread=5, waiter=5), lane(now=None, waiter=0, seconds=0.5)),
+        ("computing", "barrier", 3, -1, 0.5),
+    ),
+    "only another thread uses objcomm": (
+        answer(lane(thread=5, waiter=5)),
+        ("waiting", "barrier", 3, 1, 2.5),
+    ),
+    "no call yet": (answer(), ("computing", "", -1, -1, 0.0)),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_row_shows_what_the_main_thread_does(name: str) -> None:
+    job, (told, wanted) = Job(), ANSWERS[name]
+    job.put("where/0", told)
+    row = job.look().ranks[0]
+    assert (row.state, row.operation, row.call, row.awaits, row.seconds) == wanted
+
+
+UNSOUND: dict[str, object] = {
+    "no record": b"\xc1",
+    "another record": Process.own(),
+    "too long": bytes((4 << 20) + 1),
+    "an endless wait": answer(lane(seconds=math.inf)),
+    "a wait that is no number": answer(lane(seconds=math.nan)),
+    "a time before all times": answer(taken_at=-math.inf),
+    "a rank beyond the world": answer(lane(waits_for=2)),
+    "fewer calls than none": answer(calls=-1),
+    "an inside without a call": answer(lane(now=None, is_inside=True, past=(), seconds=-1.0)),
+}
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+def test_what_no_rank_wrote_is_no_answer(name: str) -> None:
+    job = Job()
+    job.put("where/0", UNSOUND[name])
+    job.put("where/1", answer())
+    activity = job.look()
+    assert [row.state for row in activity.ranks] == ["no answer", "computing"]
+    assert activity.slowest == -1
+
+
+def test_no_text_of_the_store_controls_the_terminal() -> None:
+    odd = "\x1b[2J\r\n\x07\udc9b" + "x" * 1000
+    job = Job()
+    step = STEP._replace(operation=-7, operation_name=odd)
+    running = (Running(MAIN, f"{odd}:1", odd, 0.5),)
+    job.put("where/0", answer(lane(group=odd, now=step), running=running))
+    job.put("process/1", Process.own()._replace(end_reason=odd))
+    activity = job.look()
+    assert [row.state for row in activity.ranks] == ["waiting", "ended"]
+    lines = command._lines(activity, "here:1")  # noqa: SLF001  # what top prints
+    assert all(line.isprintable() and len(line) < 1000 for line in lines)
+    assert activity.ranks[0].group.isprintable()
+
+
+def test_rates_are_those_between_two_answers_by_the_ranks_own_clock() -> None:
+    job = Job()
+    job.put("where/0", answer(sent_nbytes=100))
+    first = job.look().ranks[0]
+    assert (first.calls, first.calls_per_second) == (3, None)
+    job.put("where/0", answer(taken_at=12.0, calls=13, sent_nbytes=50))
+    second = job.look().ranks[0]
+    assert (second.calls_per_second, second.sent_nbytes_per_second) == (5.0, 0.0)
+    job.store.set("where/0", "")
+    third = job.look().ranks[0]
+    assert (third.state, third.calls, third.calls_per_second) == ("no answer", 13, None)
+    assert third.seconds > 0
+
+
+def test_a_rank_without_a_record_has_not_started() -> None:
+    job = Job()
+    job.put("process/0", Process.own()._replace(world_size=3))
+    assert [row.state for row in job.look().ranks] == ["no answer", "no answer", "not started"]
+
+
+# By rank, the rank that it waits for; and for how many ranks' waits each one accounts.
+CHAINS: dict[str, tuple[list[int], dict[int, int]]] = {
+    "none waits": ([-1, -1], {}),
+    "a chain": ([1, 2, -1], {2: 2}),
+    "two wait for one": ([2, 2, -1], {2: 2}),
+    "a circle": ([1, 0], {}),
+    "one waits for any rank": ([1, -2], {}),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_wait_counts_for_the_rank_at_the_end_of_its_chain(name: str) -> None:
+    awaits, wanted = CHAINS[name]
+    rows = [
+        RankActivity(rank, "computing" if of == -1 else "waiting", awaits=max(of, -1))
+        for rank, of in enumerate(awaits)
+    ]
+    awaited = Job().monitor._awaited  # noqa: SLF001  # the look's last step
+    assert awaited(rows, 100.0) == {}
+    assert awaited(rows, 102.0) == {rank: 2.0 * count for rank, count in wanted.items()}
+    awaited([], 103.0)
+    assert awaited([], 163.0) == {}  # more than a minute later
+
+
+def test_prometheus_reads_what_ranks_do() -> None:
+    rows = (
+        RankActivity(0, "waiting", seconds=2.5, awaits=1, calls=7),
+        RankActivity(1, "ended", awaited_seconds=1.5),
+    )
+    with contextlib.ExitStack() as leaving, mock.patch.object(command, "_tell") as told:
+        command._export_at(0, leaving)(Activity(0.0, rows, 1))  # noqa: SLF001  # as top does
+        with urlopen(told.call_args[0][0].split()[-1]) as page:  # noqa: S310  # our own
+            text = page.read().decode()
+    assert text == objcomm.exporters.activity_to_prometheus(Activity(0.0, rows, 1))
+    found = {
+        (sample.name, sample.labels["rank"]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert [found["objcomm_rank_answers", rank] for rank in "01"] == [1, 0]
+    assert found["objcomm_rank_waiting_seconds", "0"] == 2.5
+    assert found["objcomm_rank_awaits", "0"] == 1
+    assert found["objcomm_rank_awaited_seconds", "1"] == 1.5
+    assert found["objcomm_rank_calls_total", "0"] == 7
+
+
+def test_a_terminal_shows_what_it_has_room_for() -> None:
+    rows = tuple(RankActivity(rank, "computing", line="x" * 300) for rank in range(50))
+    activity = Activity(0.0, rows, 1)
+    lines = command._lines(activity, "here:1")  # noqa: SLF001  # what top prints
+    with mock.patch("shutil.get_terminal_size") as size:
+        size.return_value.columns, size.return_value.lines = 80, 10
+        shown = command._screen(activity, lines).removeprefix("\x1b[H\x1b[J").split("\n")  # noqa: SLF001  # likewise
+    assert len(shown) == 9
+    assert shown[-1] == "... and 44 more ranks; --json shows all"
+    assert [line.startswith("\x1b[1m") for line in shown].index(True) == 3
+    assert max(map(len, shown)) <= 80 + len("\x1b[1m\x1b[m")
+
+
+def test_noticeboards_are_found_by_their_prefixes() -> None:
+    keys = ["a/objcomm/process/0", "a/objcomm/process/12", "objcomm/process/1", "objcomm/asked"]
+    keys += ["a/objcomm/process/x", "bobjcomm/process/1", "a/objcomm/process/99999999"]
+    assert boards_in(keys) == {"a/": [0, 12], "": [1]}
+    attempts = [f"/worker/attempt_{number}/" for number in range(12)]
+    assert sorted(sorted(attempts), key=command._with_numbers) == attempts  # noqa: SLF001  # of its sort
+
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "no address": ([], "give --store HOST:PORT"),
+    "no port": (["--store", "here"], "give --store HOST:PORT"),
+    "an interval": (["--store", "here:1", "--interval", "nan"], "--interval must be at least 0.5"),
+    "a port": (["--store", "here:1", "--prometheus", "65536"], "--prometheus must be a port"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_argument_of_top_is_refused(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    arguments, said = WRONG[name]
+    with pytest.raises(SystemExit, match="2"):
+        main(["top", *arguments])
+    assert said in capsys.readouterr().err
+
+
+def test_where_there_is_no_job_top_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = loopback_store()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    for port, said in (
+        (free_port(), "can't be reached: connection refused"),
+        (store.port, "has used objcomm yet"),
+    ):
+        monkeypatch.setenv("MASTER_PORT", f"{port}")
+        assert main(["top", "--once"]) == 1
+        assert said in capsys.readouterr().err
+
+
+def test_a_port_of_another_program_is_not_a_store(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_CONNECT_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        assert main(["top", "--store", f"127.0.0.1:{listening.getsockname()[1]}"]) == 1
+    assert "is not the store of a running job" in capsys.readouterr().err
