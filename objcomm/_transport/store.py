@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 _NO_KEY = "objcomm/nobody writes this"
 _NOTHING = "objcomm has found nothing"  # no value of objcomm starts like this
 
+_NOT_CONNECTED = "not connected to the store"
+
 # For a host that is up and takes connections; slower cases are left to torch.
 _TAKEN_WITHIN_SECONDS = 1.0
 
@@ -119,7 +121,7 @@ class SharedStore:
             if self._own is not None and not self._is_lost():
                 return
             if self._is_over:
-                raise dist.DistNetworkError("this process has closed its connections to the store")
+                raise dist.DistNetworkError(self._lost or _NOT_CONNECTED)
             if self._own is not None:
                 refuse_lost(store)
             self._own, self._ends, self._addresses = _client(store, lost_seconds)
@@ -142,7 +144,7 @@ class SharedStore:
         """
         with self._lock:
             if self._own is None or self._is_lost():
-                raise dist.DistNetworkError(self._lost or "not connected to the store")
+                raise dist.DistNetworkError(self._lost or _NOT_CONNECTED)
             try:
                 return getattr(dist.PrefixStore(prefix, self._own), operation)(*arguments)
             except dist.DistNetworkError as error:

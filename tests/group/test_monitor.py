@@ -235,7 +235,7 @@ def test_top_ends_when_the_process_that_hosts_the_store_is_killed() -> None:
 def _watch_to_the_end(end: Callable[[], Any]) -> None:
     """Run a job of ranks 0 and 1 until the third process, which is not a rank, has seen it."""
     if here().rank == 2:
-        (*_, last) = top("--json", "--interval", "0.5", "--store", f"127.0.0.1:{hear('port')}")
+        (*_, last) = top("--json", "--interval", "0.5", "--store", f"127.0.0.1:{hear('a job')}")
         assert len(json.loads(last)["ranks"]) == 2
         return
     if here().rank == 0:
@@ -244,7 +244,9 @@ def _watch_to_the_end(end: Callable[[], Any]) -> None:
     else:
         store = dist.TCPStore("127.0.0.1", int(hear("port")), is_master=False)
     dist.init_process_group("gloo", store=store, rank=here().rank, world_size=2)
-    objcomm.barrier()
+    objcomm.barrier()  # before it meets others, a rank publishes its process
+    if here().rank == 0:
+        say("a job", f"{store.port}")
     out = here().folder / "out2"
     wait_until(lambda: out.exists() and out.read_text(), "the first looks")
     end()

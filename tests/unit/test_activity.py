@@ -188,7 +188,7 @@ def test_prometheus_reads_what_ranks_do() -> None:
         RankActivity(0, "waiting", seconds=2.5, awaits=1, calls=7),
         RankActivity(1, "ended", awaited_seconds=1.5),
     )
-    with contextlib.ExitStack() as leaving, mock.patch.object(command, "_tell") as told:
+    with contextlib.ExitStack() as leaving, mock.patch.object(command, "_say") as told:
         command._export_at(0, leaving)(Activity(0.0, rows, 1))  # noqa: SLF001  # as top does
         with urlopen(told.call_args[0][0].split()[-1]) as page:  # noqa: S310  # our own
             text = page.read().decode()

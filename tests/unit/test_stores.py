@@ -154,5 +154,5 @@ def test_a_shared_store_is_opened_again_after_an_outage_and_not_once_it_was_hung
         with pytest.raises(dist.DistNetworkError, match="has closed the connection"):
             shared.request("part", "add", "key", 1)
     shared.hang_up()
-    with pytest.raises(dist.DistNetworkError, match="has closed its connections"):
+    with pytest.raises(dist.DistNetworkError, match="has closed the connection"):
         shared.open(hosted, 60.0)
