@@ -226,6 +226,18 @@ def test_noticeboards_are_found_by_their_prefixes() -> None:
     assert sorted(sorted(attempts), key=command._with_numbers) == attempts  # noqa: SLF001  # of its sort
 
 
+def test_the_noticeboard_whose_ranks_answer_is_watched() -> None:
+    """The store of torchrun keeps those of attempts that have ended."""
+    store = loopback_store()
+    alive: Any = pack_record(Process.own()._replace(world_size=1))
+    for attempt in (9, 10, 11):
+        store.set(f"/worker/attempt_{attempt}/objcomm/process/0", alive)
+    answered: Any = pack_record(answer(lane(waits_for=-1)))
+    store.set("/worker/attempt_10/objcomm/where/0", answered)
+    (row,) = command._attached("127.0.0.1", store.port).look().ranks  # noqa: SLF001  # as top does
+    assert (row.state, row.operation) == ("waiting", "barrier")
+
+
 WRONG: dict[str, tuple[list[str], str]] = {
     "no address": ([], "give --store HOST:PORT"),
     "no port": (["--store", "here"], "give --store HOST:PORT"),

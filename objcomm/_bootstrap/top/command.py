@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
         refuse(f"--interval must be at least {_LEAST_SECONDS:g}, not {arguments.interval:g}")
     if arguments.prometheus is not None and not 0 <= arguments.prometheus < 1 << 16:
         refuse(f"--prometheus must be a port, not {arguments.prometheus}")
-    with contextlib.ExitStack() as leaving:
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as leaving:
         try:
             looks = _looks(_attached(host, port), arguments.interval)
             export = _export_at(arguments.prometheus, leaving)
@@ -76,17 +76,20 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
             leaving.callback(show, _LEAVE)
         if arguments.once:  # rates need two looks
             looks = iter([*itertools.islice(looks, 2)][-1:])
-        try:
-            for activity in looks:
-                export(activity)
-                lines = _lines(activity, f"{host}:{port}")
-                text = _screen(activity, lines) if is_live else "\n".join([*lines, "", ""])
-                text = json.dumps(asdict(activity)) + "\n" if arguments.json else text
-                if not show(text) or arguments.once:
-                    return 0
-        except KeyboardInterrupt:
-            return 0
-    return _say("the job has ended", 0)
+        last = ""
+        for activity in looks:
+            export(activity)
+            lines = _lines(activity, f"{host}:{port}")
+            last = "\n".join([*lines, "", ""])
+            text = _screen(activity, lines) if is_live else last
+            text = json.dumps(asdict(activity)) + "\n" if arguments.json else text
+            if not show(text) or arguments.once:
+                return 0
+        leaving.close()
+        if is_live:
+            show(last)  # the other screen is gone
+        _say("the job has ended", 0)
+    return 0
 
 
 def _address(store: str | None, refuse: Callable[[str], Any]) -> tuple[str, int]:
@@ -127,19 +130,19 @@ def _attached(host: str, port: int) -> Monitor:
             )
         boards = boards_in(within(_STORE_SECONDS, store.list_keys))
         shared.open(store, math.inf)
+        monitors = [
+            _monitor(reader_of(shared, prefix), max(boards[prefix]) + 1)
+            for prefix in sorted(boards, key=_with_numbers)[-_MOST_BOARDS:]
+        ]
+        if len(monitors) > 1:
+            monitors.sort(key=lambda each: sum(map(_answers, each.look().ranks)))
     except (RuntimeError, TimeoutError, UnicodeDecodeError):
         raise NoJobError(
             f"{host}:{port} accepts connections, but is not the store of a running job"
         ) from None
-    if not boards:
+    if not monitors:
         raise NoJobError(f"no rank of the job at {host}:{port} has used objcomm yet")
-    monitors = [
-        _monitor(reader_of(shared, prefix), max(boards[prefix]) + 1)
-        for prefix in sorted(boards, key=_with_numbers)[-_MOST_BOARDS:]
-    ]
-    if len(monitors) == 1:
-        return monitors[0]
-    return max(monitors, key=lambda each: sum(map(_answers, each.look().ranks)))
+    return monitors[-1]
 
 
 def _with_numbers(prefix: str) -> list[str | int]:
@@ -207,10 +210,12 @@ def _export_at(port: int | None, leaving: contextlib.ExitStack) -> Callable[[Act
     return export
 
 
+# The line comes before the rates, so that a terminal of 80 columns shows it.
 _TITLES = (
-    *("rank", "doing", "for", "call", "waits for", "calls/s", "sent/s", "received/s", "awaited"),
-    "line",
+    *("rank", "doing", "for", "call", "waits for", "awaited", "line"),
+    *("calls/s", "sent/s", "received/s"),
 )
+_LINE_LETTERS = 48
 
 
 def _lines(activity: Activity, place: str) -> list[str]:
@@ -225,19 +230,20 @@ def _lines(activity: Activity, place: str) -> list[str]:
 
 
 def _cells(row: RankActivity) -> tuple[str, ...]:
-    call = f"{row.operation} (call {row.call})" if row.operation else ""
     is_timed = row.state not in {"ended", "not started"} and (row.seconds or row.operation)
+    place = row.line.rpartition("/")[2] or row.reason
+    is_long = len(place) > _LINE_LETTERS
     return (
         str(row.rank),
         row.state,
         f"{row.seconds:.1f} s" if is_timed else "",
-        call,
+        f"{row.operation} #{row.call}" if row.operation else "",
         f"rank {row.awaits}" if row.awaits >= 0 else "",
+        f"{row.awaited_seconds:.1f} s" if row.awaited_seconds else "",
+        f"{place[: _LINE_LETTERS - 3]}..." if is_long else place,
         "" if row.calls_per_second is None else f"{row.calls_per_second:.1f}",
         _bytes(row.sent_nbytes_per_second),
         _bytes(row.received_nbytes_per_second),
-        f"{row.awaited_seconds:.1f} s" if row.awaited_seconds else "",
-        row.line or row.reason,
     )
 
 
