@@ -1,6 +1,9 @@
 """The pictures of the documentation match their sources."""
 
 import importlib.util
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,6 +19,7 @@ from tests.modules import MODULES
 
 _DOCS = Path(__file__).parents[1] / "docs"
 _FIGURES = _DOCS / "benchmarks.jsonl"
+_PICTURES = sorted((_DOCS / "assets").glob("*.svg"))
 
 _spec = importlib.util.spec_from_file_location("draw", _DOCS / "draw.py")
 assert _spec is not None
@@ -25,7 +29,7 @@ _spec.loader.exec_module(draw)
 
 
 @pytest.mark.parametrize("name", draw.draw())
-def test_a_picture_of_the_architecture_is_drawn_from_its_table(name: str) -> None:
+def test_a_picture_is_drawn_from_its_source(name: str) -> None:
     drawn = (_DOCS / "assets" / name).read_text(encoding="utf-8")
     assert drawn == draw.draw()[name], "run: python docs/draw.py"
 
@@ -58,25 +62,59 @@ def test_the_benchmarks_are_drawn_from_the_recorded_figures(tmp_path: Path) -> N
 
 
 # Average width of a letter, relative to the font size. In DejaVu Sans, one of the widest common
-# fonts, it is 0.54 and 0.60 for these texts.
-_LETTER, _BOLD_LETTER = 0.62, 0.72
+# fonts, it is 0.54 and 0.60 for these texts; in monospace fonts it is about 0.60.
+_LETTER, _BOLD_LETTER, _MONOSPACE_LETTER = 0.62, 0.72, 0.61
 
 
-@pytest.mark.parametrize("name", ["headline", "benchmarks"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_text_of_a_picture_of_benchmarks_is_cut_off(name: str, scheme: str) -> None:
-    root = ElementTree.parse(_DOCS / "assets" / f"{name}-{scheme}.svg").getroot()  # noqa: S314  # our own
-    width = float(root.attrib["viewBox"].split()[2])
+def length_of(text: ElementTree.Element, inherited: Mapping[str, str]) -> float:
+    style = {**inherited, **text.attrib}
+    letter = _BOLD_LETTER if "font-weight" in style else _LETTER
+    if "monospace" in style["font-family"]:
+        letter = _MONOSPACE_LETTER
+    own = float(style["font-size"]) * letter * len(text.text or "")
+    return own + sum(float(span.get("dx", 0)) + length_of(span, style) for span in text)
+
+
+@pytest.mark.parametrize("path", _PICTURES, ids=[path.stem for path in _PICTURES])
+def test_no_text_of_a_picture_is_cut_off(path: Path) -> None:
+    root = ElementTree.parse(path).getroot()  # noqa: S314  # our own
+    width, height = map(float, root.attrib["viewBox"].split()[2:])
     texts = list(root.iter("{http://www.w3.org/2000/svg}text"))
-    assert len(texts) > 20
+    assert len(texts) > 15
     for text in texts:
-        letter = _BOLD_LETTER if "font-weight" in text.attrib else _LETTER
-        size = float(text.get("font-size", 13)) * letter
-        length = sum(len(part) for part in text.itertext()) * size
-        anchor = {"start": 0.0, "middle": 0.5}[text.get("text-anchor", "start")]
+        length = length_of(text, root.attrib)
+        anchor = {"start": 0.0, "middle": 0.5, "end": 1.0}[text.get("text-anchor", "start")]
         left = float(text.attrib["x"]) - anchor * length
         assert left >= 0
         assert left + length <= width, "".join(text.itertext())
+        assert 0 < float(text.attrib["y"]) < height
+
+
+def test_each_picture_is_on_a_page_in_light_and_dark() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in _DOCS.rglob("*.md"))
+    shown = set(re.findall(r"assets/([\w-]+)\.svg#only-(?:light|dark)", pages))
+    assert shown == {path.stem for path in _PICTURES}
+    assert len(re.findall(r"-light\.svg#only-light", pages)) == len(
+        re.findall(r"-dark\.svg#only-dark", pages)
+    )
+
+
+def test_the_recording_shows_the_error_of_the_readmes_program() -> None:
+    readme = (_DOCS.parent / "README.md").read_text(encoding="utf-8")
+    shown = re.search(
+        r"^```py\n(.*?)^```$.*?^```pytb\n(.*?)^```$", readme, re.DOTALL | re.MULTILINE
+    )
+    assert shown is not None
+    torchs, ours = json.loads((_DOCS / "desync.json").read_text(encoding="utf-8")).values()
+    raised = [(at, line) for at, line in ours["printed"] if "Error: " in line]
+    assert {line.partition("]: ")[2] for _, line in raised} == {" ".join(shown[2].split())}
+    assert len(raised) == 2
+    assert all(at < 2 for at, _ in raised)
+    assert [line for at, line in torchs["printed"] if at > 0] == []
+    assert torchs["seconds"] == 60
+    for line in shown[1].splitlines():
+        if line.startswith("    "):
+            assert any(line.strip() in printed for _, printed in ours["printed"])
 
 
 def test_the_readme_tells_what_its_picture_shows() -> None:

@@ -38,6 +38,9 @@ host, however many there are. Gathering uses the same tree upwards, with one mes
 below; `all_gather` and `barrier` go up and down. A reduction of objects uses a binomial tree
 within each host and then between hosts, so that objects are combined in rank order.
 
+![From the root to one rank of each host, to its ranks](../assets/trees-light.svg#only-light)
+![From the root to one rank of each host, to its ranks](../assets/trees-dark.svg#only-dark)
+
 Large payloads take other routes, see [several hosts](multi-host.md); the model has small objects
 only.
 """
@@ -391,7 +394,7 @@ def _picture(results: Results, colours: Colours) -> Iterator[str]:
     yield (
         f'<text x="10" y="34" font-size="12"><tspan fill="{colours.faster}">objcomm</tspan>'
         f'<tspan fill="{colours.slower}" dx="10">torch over Gloo</tspan>'
-        f'<tspan fill="{colours.faint}" dx="10">the model; each rank has a processor</tspan></text>'
+        f'<tspan fill="{colours.faint}" dx="10">model, one processor per rank</tspan></text>'
     )
     for at, operation in enumerate(_DRAWN):
         x = _LEFT + at % _COLUMNS * (_PANEL_WIDTH + _GAP_X)
