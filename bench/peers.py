@@ -6,10 +6,12 @@ its peer is created, because the import starts MPI.
 """
 
 import functools
+import os
 import pickle
 from collections.abc import Callable, Iterable
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -94,6 +96,9 @@ class Peer(Protocol):
 
     def average_gradients(self, parameters: Any) -> Any:
         """Average the gradients of a list of parameters in place."""
+
+    def broadcast_file(self, path: Path, to: Path) -> None:
+        """Write a copy of rank 0's file on every rank, and wait for the disk."""
 
     def barrier(self) -> None:
         """Return when every rank has called this."""
@@ -183,6 +188,9 @@ class _Objcomm:
     def average_gradients(self, parameters: Any) -> Any:
         objcomm.models.sync_gradients(parameters)
         return [each.grad for each in parameters]
+
+    def broadcast_file(self, path: Path, to: Path) -> None:
+        objcomm.broadcast_file(path, to)
 
     def barrier(self) -> None:
         objcomm.barrier()
@@ -358,6 +366,9 @@ class _Torch:
             each.grad.div_(self.world)
         return [each.grad for each in parameters]
 
+    def broadcast_file(self, path: Path, to: Path) -> None:
+        _write(to, self.broadcast(path.read_bytes() if self.rank == 0 else None))
+
     def barrier(self) -> None:
         dist.barrier()
 
@@ -495,6 +506,17 @@ class _Raw:
     def average_gradients(self, parameters: Any) -> Any:
         return self.sum_tensors(parameters).div_(self.world)
 
+    def broadcast_file(self, path: Path, to: Path) -> None:
+        # Each rank knows the size.
+        of = (
+            np.fromfile(path, np.uint8)
+            if self.rank == 0
+            else np.empty(path.stat().st_size, np.uint8)
+        )
+        box = torch.from_numpy(of)
+        dist.broadcast(box, src=0)
+        _write(to, of)
+
     def barrier(self) -> None:
         dist.barrier()
 
@@ -598,6 +620,9 @@ class _Mpi4py:
     def average_gradients(self, parameters: Any) -> Any:
         raise NotImplementedError("mpi4py knows no gradients")
 
+    def broadcast_file(self, path: Path, to: Path) -> None:
+        _write(to, self.broadcast(path.read_bytes() if self.rank == 0 else None))
+
     def barrier(self) -> None:
         self._comm.Barrier()
 
@@ -669,6 +694,12 @@ PEERS: dict[str, Callable[[], Peer]] = {
 def needs_mpi(peer: str) -> bool:
     """Whether a peer can be created only in processes that ``mpiexec`` started."""
     return peer.startswith("mpi4py")
+
+
+def _write(path: Path, content: Any) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        os.fsync(file)
 
 
 def _joined(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -45,6 +45,7 @@ try:
         ssend,
     )
     from objcomm._training.data import Shard, loader
+    from objcomm._training.files import broadcast_file
     from objcomm._training.main_process import (
         ddp_broadcast,
         main_first,
@@ -127,6 +128,7 @@ __all__ = [
     "as_completed",
     "barrier",
     "broadcast",
+    "broadcast_file",
     "check",
     "codecs",
     "compute_and_broadcast",

@@ -36,7 +36,7 @@ WANTED = {
     "codecs.register_codec", "Op",
     "split", "dup", "new_group", "node_group", "leaders",
     "run_on_main", "run_once_per_node", "main_process_only", "once_per_node",
-    "main_first", "node_first", "compute_and_broadcast",
+    "main_first", "node_first", "compute_and_broadcast", "broadcast_file",
     "rank_prefixed_message",
 }  # fmt: skip
 

@@ -34,6 +34,7 @@ class ModelLink:
     kind = "model"
     is_interruptible = True
     ahead = 4
+    shares_memory = False
 
     def __init__(self, world: World, rank: int, costs: Costs) -> None:
         """Create the link.

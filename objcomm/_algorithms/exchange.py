@@ -56,6 +56,7 @@ class Exchange(Transfers):
         size: number of ranks.
         is_interruptible: whether a signal ends a wait without further help.
         hosts: host number of each rank.
+        shares_memory: whether ranks on one host can exchange large memory.
         head_max_nbytes: maximum length of a first message.
     """
 
@@ -93,6 +94,7 @@ class Exchange(Transfers):
         self.hosts = link.hosts
         self.head_max_nbytes = link.head_max_nbytes
         self.is_interruptible = link.is_interruptible
+        self.shares_memory = link.shares_memory
         self._link = link
         self.lane = lane
         self._deadline = deadline

@@ -152,6 +152,7 @@ class GlooLink:
         is_interruptible: False, because its waits are torch's, in C++.
         ahead: with more pieces posted, no receipt could be sent: 1 GiB arrived in 9 s on a busy
             machine, and all of its receipts only then.
+        shares_memory: False; Gloo copies everything.
     """
 
     kind = "Gloo"
@@ -159,6 +160,7 @@ class GlooLink:
     needs_last_byte_apart = True
     is_interruptible = False
     ahead = 4
+    shares_memory = False
 
     def __init__(
         self,

@@ -162,6 +162,7 @@ class Link(Protocol):
         is_interruptible: whether a signal handler that raises ends a wait of the main thread.
         ahead: how many pieces a receiver posts at a time if it answers each; more would keep the
             answers from being sent.
+        shares_memory: whether ranks on one host can exchange large memory; see ``sharing_with``.
     """
 
     kind: str
@@ -172,6 +173,7 @@ class Link(Protocol):
     needs_last_byte_apart: bool
     is_interruptible: bool
     ahead: int
+    shares_memory: bool
 
     def sharing_with(self, peer: int) -> "Sharing | None":
         """Return how to exchange large memory with a rank without a copy for each receiver.

@@ -66,6 +66,7 @@ class StreamLink:
             of its bytes.
         is_interruptible: True, because signals interrupt its sleep.
         ahead: any number works.
+        shares_memory: True; see ``Link``.
         is_interrupted: see ``Link``.
     """
 
@@ -73,6 +74,7 @@ class StreamLink:
     needs_last_byte_apart = False
     is_interruptible = True
     ahead = 64
+    shares_memory = True
 
     def __init__(
         self,

@@ -100,6 +100,7 @@ class Operation(IntEnum):
     NEW_GROUP = 48
     READY = 49  # the receiver of a SEND has memory for members on a device
     START = 50  # the sender begins to send those
+    BROADCAST_FILE = 51
 
 
 #: By number: a member's own name, in lower case, takes ten times as long.

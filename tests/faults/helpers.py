@@ -1,5 +1,6 @@
 """The helpers of several families, each called in the same way."""
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,13 @@ def _agree(case: Case, _: Callable[[], None]) -> bytes:
     return objcomm.agree(contribution(case, 0), timeout=case.limit_seconds)
 
 
+def _broadcast_file(case: Case, _: Callable[[], None]) -> bytes:
+    with tempfile.NamedTemporaryFile() as file:  # each rank has one, and only the source's is read
+        file.write(contribution(case, 0))
+        file.flush()
+        return bytes(objcomm.broadcast_file(file.name, timeout=case.limit_seconds))
+
+
 def _sync_gradients(case: Case, _: Callable[[], None]) -> None:
     objcomm.models.sync_gradients(_model(case).parameters(), timeout=case.limit_seconds)
 
@@ -58,6 +66,7 @@ _CALLS: dict[str, _Call] = {
     "main_first": _main_first,
     "average_metrics": _average_metrics,
     "agree": _agree,
+    "broadcast_file": _broadcast_file,
     "sync_gradients": _sync_gradients,
     "sync_model": _sync_model,
 }

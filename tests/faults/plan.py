@@ -62,7 +62,15 @@ POINT_TO_POINT = ["send", "isend", "recv", "irecv", "recv from any", "probe", "s
 #: Operations that create groups.
 DIVISIONS = ["split", "dup", "node_group", "leaders", "new_group"]
 #: One helper of each family, more where one sends differently; tested, but not in the table.
-HELPERS = ["run_on_main", "main_first", "average_metrics", "agree", "sync_gradients", "sync_model"]
+HELPERS = [
+    "run_on_main",
+    "main_first",
+    "average_metrics",
+    "agree",
+    "sync_gradients",
+    "sync_model",
+    "broadcast_file",
+]
 OPERATIONS = [*COLLECTIVES, *POINT_TO_POINT, *DIVISIONS]
 #: Operations by who waits for whom. The quick tests take the operations of each in turn.
 FAMILIES = [
@@ -352,6 +360,7 @@ _QUICK = [
     Case("run_on_main", Fault.KILLED, Phase.PAYLOAD, victim=0),
     Case("average_metrics", Fault.ABSENT, Phase.BEFORE, victim=2, nbytes=SMALL_NBYTES),
     Case("sync_gradients", Fault.KILLED, Phase.PAYLOAD),
+    Case("broadcast_file", Fault.KILLED, Phase.PAYLOAD),
 ]
 #: The same for the long tests.
 _LONG = [
@@ -377,4 +386,6 @@ _LONG = [
     Case("sync_gradients", Fault.ABSENT, Phase.BEFORE, nbytes=SMALL_NBYTES),
     Case("sync_model", Fault.KILLED, Phase.IN_CALL, victim=0, nbytes=SMALL_NBYTES),
     Case("sync_model", Fault.RESUMED, Phase.PAYLOAD),
+    Case("broadcast_file", Fault.KILLED, Phase.PAYLOAD, victim=0),
+    Case("broadcast_file", Fault.ABSENT, Phase.BEFORE, victim=2),
 ]

@@ -51,6 +51,7 @@ WRONG: dict[str, list[Any]] = {
     "tag": A_TAG,
     "tensor": [3],
     "timeout": ["30s", math.nan, -1.0, True],
+    "to": [3.5],
     "works": [3, [3]],
 }
 ELSEWHERE = {

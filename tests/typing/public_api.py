@@ -4,6 +4,7 @@ import collections
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, assert_type
 
 import torch
@@ -299,6 +300,8 @@ def control(config: Config, group: dist.ProcessGroup) -> None:
     assert_type(objcomm.compute_and_broadcast(lambda: config, 1, group=group), Config)
     assert_type(objcomm.compute_and_broadcast(lambda: "a", group_src=1, codec="msgpack"), str)
 
+    assert_type(objcomm.broadcast_file("a", "b", group=group), Path)
+    assert_type(objcomm.broadcast_file(Path("a")), Any)
     assert_type(objcomm.run_on_main(lambda: "a", rank=1), str)
     assert_type(objcomm.main_process_only(group_rank=1, group=group)(len)("abc"), int)
     objcomm.run_on_main(len, ["a"], rank="1")  # type: ignore[arg-type]  # wrong on purpose

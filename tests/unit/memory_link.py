@@ -155,6 +155,7 @@ class MemoryLink:
     needs_last_byte_apart = True
     is_interruptible = False
     ahead = 4
+    shares_memory = True
     device = torch.device("cpu")
     may_send_nothing = False  # an empty send costs a message, so no route should make one
 

@@ -1,0 +1,127 @@
+"""What is in a folder, which lists of names are refused, and how files are cut into pieces."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from objcomm._training.disk import FOLDER, Listing, Part, is_listing, listed, pieces
+
+_FILE = 0o644
+
+
+def test_a_listing_has_folders_before_their_content_and_follows_links(tmp_path: Path) -> None:
+    top = tmp_path / "top"
+    (top / "a").mkdir(parents=True)
+    (top / "a" / "run.sh").write_bytes(b"12")
+    (top / "a" / "run.sh").chmod(0o751)
+    (tmp_path / "elsewhere").write_bytes(b"123")
+    (tmp_path / "elsewhere").chmod(_FILE)
+    (top / "link").symlink_to(tmp_path / "elsewhere")
+    (top / "again").symlink_to("a")
+    found = listed(top)
+    assert found.names == ["", "a", "a/run.sh", "again", "again/run.sh", "link"]
+    assert found.sizes == [FOLDER, FOLDER, 2, FOLDER, 2, 3]
+    assert [found.modes[at] for at in (2, 5)] == [0o751, _FILE]
+    assert found.nbytes == 7
+    assert is_listing([found.names, found.sizes, found.modes])
+
+
+def _pipe(top: Path) -> None:
+    os.mkfifo(top / "pipe")
+
+
+def _loop(top: Path) -> None:
+    (top / "loop").symlink_to(top)
+
+
+def _dangling(top: Path) -> None:
+    (top / "dangling").symlink_to("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (_pipe, "neither a file nor a folder: '.*/pipe'"),
+        (_loop, "a link to a folder around it: '.*/loop'"),
+        (_dangling, "No such file or directory: '.*/dangling'"),
+    ],
+)
+def test_what_cannot_be_copied_is_named(tmp_path: Path, make: Any, told: str) -> None:
+    make(tmp_path)
+    with pytest.raises(OSError, match=told):
+        listed(tmp_path)
+
+
+def _folder(*names: Any, sizes: Any = None) -> list[Any]:
+    """A list of files in a folder, as it is received."""
+    lengths = [FOLDER] + [1] * len(names) if sizes is None else sizes
+    return [["", *names], lengths, [_FILE] * (1 + len(names))]
+
+
+GOOD = {
+    "a file": [[""], [3], [_FILE]],
+    "an empty folder": _folder(),
+    "a file in a folder": _folder("a", "a/b", sizes=[FOLDER, FOLDER, 0]),
+    "dots in names": _folder("..a", "a..", "...", " "),
+    "a name that is no text": _folder(os.fsdecode(b"\xff")),
+}
+HOSTILE = {
+    "above": _folder(".."),
+    "above, by a file": _folder("../evil"),
+    "above, from below": _folder("a", "a/../../evil", sizes=[FOLDER, FOLDER, 1]),
+    "from the root": _folder("/etc/passwd"),
+    "the root's child": _folder("/evil"),
+    "the folder itself": _folder("."),
+    "no name": _folder(""),
+    "no last name": _folder("a", "a/", sizes=[FOLDER, FOLDER, 1]),
+    "no name between": _folder("a", "a//b", sizes=[FOLDER, FOLDER, 1]),
+    "a zero byte": _folder("a\0b"),
+    "twice": _folder("a", "a"),
+    "in a file": _folder("a", "a/b"),
+    "in no folder": _folder("a/b"),
+    "before its folder": _folder("a/b", "a", sizes=[FOLDER, 1, FOLDER]),
+    "in a file that is everything": [["", "a"], [1, 1], [_FILE] * 2],
+    "not from the top": [["a"], [1], [_FILE]],
+    "nothing": [[], [], []],
+    "a negative size": _folder("a", sizes=[FOLDER, -2]),
+    "a size that is no number": _folder("a", sizes=[FOLDER, True]),
+    "a name that is no text": _folder(b"a"),
+    "a set-user-id bit": [[""], [1], [0o4755]],
+    "of different lengths": [[""], [1, 1], [_FILE]],
+    "two lists": [[""], [1]],
+    "no lists": "abc",
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_list_of_files_is_accepted(name: str) -> None:
+    assert is_listing(GOOD[name])
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_list_that_would_lead_elsewhere_is_refused(name: str) -> None:
+    assert not is_listing(HOSTILE[name])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "starts", "nbytes", "cut"),
+    [
+        ([0], [0], 4, []),
+        ([4], [0], 4, [[Part(0, 0, 4)]]),
+        ([5], [0], 4, [[Part(0, 0, 4)], [Part(0, 4, 1)]]),
+        ([5], [4], 4, [[Part(0, 4, 1)]]),
+        ([FOLDER, 3, 0, 6], [0, 1, 0, 0], 4, [[Part(1, 1, 2), Part(3, 0, 2)], [Part(3, 2, 4)]]),
+        ([FOLDER, 3, 6], [0, 3, 6], 4, []),
+    ],
+)
+def test_files_are_cut_into_pieces(
+    sizes: list[int], starts: list[int], nbytes: int, cut: list[list[Part]]
+) -> None:
+    assert list(pieces(sizes, starts, nbytes)) == cut
+
+
+def test_a_listing_is_what_it_was_after_the_trip() -> None:
+    assert Listing(*GOOD["a file"]).nbytes == 3
+    assert not Listing(*GOOD["a file"]).is_folder
