@@ -196,14 +196,50 @@ def over(kind: int, memory: Any) -> Buffer:
     return Buffer(BufferKind.TENSOR, flat, flat)
 
 
-def from_bytes(kind: int, packed: memoryview, devices: Sequence[torch.device] = ()) -> Buffer:
-    """Copy bytes in a message's body to a separate buffer."""
+def from_bytes(
+    kind: int,
+    packed: memoryview,
+    devices: Sequence[torch.device],
+    to_device: list[tuple[torch.Tensor, memoryview]],
+) -> Buffer:
+    """Copy bytes in a message's body to a separate buffer.
+
+    Args:
+        kind: the buffer's kind.
+        packed: the bytes.
+        devices: as for ``allocate``.
+        to_device: gets the memory of a buffer on a device, and its bytes, for ``fill``.
+    """
     buffer = allocate(kind, len(packed), devices)
     if buffer.kind is BufferKind.DEVICE:
-        buffer.flat.copy_(view(packed))
-    else:  # takes half as long
-        writable(buffer.flat)[:] = packed
+        to_device.append((buffer.flat, packed))
+    else:
+        writable(buffer.flat)[:] = packed  # takes half as long as ``copy_``
     return buffer
+
+
+def fill(to_device: Sequence[tuple[torch.Tensor, memoryview]]) -> None:
+    """Copy bytes to flat tensors on devices, with one copy to each device: each waits for it."""
+    for device in {flat.device for flat, _ in to_device}:
+        here = [each for each in to_device if each[0].device == device]
+        flats = [flat for flat, _ in here]
+        if len(here) == 1:
+            flats[0].copy_(view(here[0][1]))
+            continue
+        packed = view(bytearray().join(raw for _, raw in here)).to(device)
+        torch.split_with_sizes_copy(packed, [flat.numel() for flat in flats], out=flats)
+
+
+def on_host(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return flat tensors in CPU memory, with one copy from each device: each waits for it."""
+    found = list(flats)
+    for device in {flat.device for flat in flats if flat.device.type != "cpu"}:
+        places = [at for at, flat in enumerate(flats) if flat.device == device]
+        own = [flats[at] for at in places]
+        parts = (torch.cat(own) if len(own) > 1 else own[0]).cpu().split([*map(len, own)])
+        for at, part in zip(places, parts, strict=True):
+            found[at] = part
+    return found
 
 
 def duplicate(buffer: Buffer) -> Buffer:

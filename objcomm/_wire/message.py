@@ -22,7 +22,9 @@ from objcomm._codecs.buffers import (
     Buffer,
     BufferKind,
     allocate,
+    fill,
     from_bytes,
+    on_host,
     readable,
     without_memory,
 )
@@ -197,10 +199,12 @@ def compose(
                 kind = _row_kind(buffer, device_types)
             rows.append(SizeRow(flat.numel(), kind))
             if rows[-1].is_packed:
-                packed.append(flat.cpu())
+                packed.append(flat)
             else:
                 large.append(buffer)
                 payload_nbytes += rows[-1].nbytes
+        if device_types:
+            packed = on_host(packed)
         body = bytearray().join([pack_table(rows), meta, *map(readable, packed)])
     complete: Header = made(
         Header,
@@ -278,13 +282,15 @@ def open_body(
     at = header.buffer_count * ROW_NBYTES + header.meta_nbytes
     behind = message.behind
     buffers, large = [], []
+    to_device: list[tuple[torch.Tensor, memoryview]] = []
     for row in rows:
         if row.is_packed:
-            buffers.append(from_bytes(row.kind, body[at : at + row.nbytes], devices))
+            raw = body[at : at + row.nbytes]
+            buffers.append(from_bytes(row.kind, raw, devices, to_device))
             at += row.nbytes
             continue
         if behind is not None:
-            buffer = from_bytes(row.kind, behind[: row.nbytes], devices)
+            buffer = from_bytes(row.kind, behind[: row.nbytes], devices, to_device)
             behind = behind[row.nbytes :]
         elif row.kind in _MAPPABLE and row.nbytes >= mapped_from_nbytes:
             buffer = without_memory(row.kind, row.nbytes)
@@ -292,4 +298,5 @@ def open_body(
             buffer = allocate(row.kind, row.nbytes, devices)
         buffers.append(buffer)
         large.append(buffer)
+    fill(to_device)
     message.buffers, message.large = buffers, large
