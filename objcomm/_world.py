@@ -367,6 +367,74 @@ def create(
     return group
 
 
+# The classes of torch's own backends for devices, by name. Both connect at their first transfer.
+_OF_DEVICES = {"nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
+
+# objcomm's own limits end waits for a communicator. NCCL's watchdog would end the process.
+_NEVER = timedelta(days=365)
+
+
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_environment = threading.Lock()
+
+
+@contextlib.contextmanager
+def _errors_left_to_objcomm() -> Iterator[None]:
+    """Create a backend of NCCL whose watchdog does not end the process when a peer has died.
+
+    A verdict aborts it instead. ``dist.distributed_c10d._abort_process_group`` asks for this
+    setting, which NCCL's backend reads from the environment when it is created.
+    """
+    with _environment:
+        before = os.environ.get(_ERROR_HANDLING)
+        os.environ[_ERROR_HANDLING] = "0"
+        try:
+            yield
+        finally:
+            del os.environ[_ERROR_HANDLING]
+            if before is not None:
+                os.environ[_ERROR_HANDLING] = before
+
+
+def can_be_created(name: str) -> bool:
+    """Whether ``communicator`` can create a backend of this name."""
+    return name in _OF_DEVICES or name.upper() in dist.Backend._plugins  # noqa: SLF001  # torch has no public way to ask
+
+
+def communicator(backend: str, name: str, *, store: Any, rank: int, ranks: Sequence[int]) -> Any:
+    """Create a backend between some ranks, which belongs to no process group.
+
+    This is local: NCCL and similar backends connect at their first transfer. Torch does not
+    register it, because not all ranks create one at the same time, and torch derives the names of
+    later groups from the number of registered ones.
+
+    Args:
+        backend: a name that ``can_be_created`` accepts.
+        name: the same on all its ranks, and different from every other's.
+        store: the world's store.
+        rank: this rank's place in ``ranks``.
+        ranks: global ranks.
+    """
+    from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415  # absent in some builds
+
+    # A thread that waits in the store blocks its connection.
+    own = dist.PrefixStore(name, store.clone())
+    if backend in _OF_DEVICES:
+        kind: Any = getattr(c10d, _OF_DEVICES[backend])
+        options = kind.Options()
+        options._timeout = _NEVER  # noqa: SLF001  # torch has no public name
+        options.global_ranks_in_group, options.group_name = list(ranks), name
+        with _errors_left_to_objcomm():
+            return kind(own, rank, len(ranks), options)
+    plugin: Any = dist.Backend._plugins[backend.upper()]  # noqa: SLF001  # likewise
+    if not plugin.extended_api:
+        return plugin.creator_fn(own, rank, len(ranks), _NEVER)
+    given: Any = c10d._DistributedBackendOptions()  # noqa: SLF001  # likewise
+    given.store, given.group_rank, given.group_size = own, rank, len(ranks)
+    given.timeout, given.group_id, given.global_ranks_in_group = _NEVER, name, list(ranks)
+    return plugin.creator_fn(given, None)
+
+
 # Methods that change a backend's timeout. XCCL and others had none before torch 2.12
 # (https://github.com/intel/torch-xpu-ops/issues/3101).
 _SETTERS = ("_set_default_timeout", "set_timeout")
@@ -386,11 +454,6 @@ def is_alive(group: Any) -> bool:
     return True
 
 
-def is_bound(group: Any) -> bool:
-    """Whether a process group was bound to a device when it was created, as by ``device_id=``."""
-    return _binding.of(group) is not None
-
-
 class _Binding:
     """Hides from torch that the world is bound to a device while any thread creates a group.
 
@@ -405,12 +468,6 @@ class _Binding:
         self._lock = threading.RLock()
         self._hiding = 0
         self._device: torch.device | None = None
-
-    def of(self, group: Any) -> torch.device | None:
-        """Return a group's device, hidden or not; None if there is none."""
-        with self._lock:
-            is_hidden = self._hiding > 0 and group is dist.GroupMember.WORLD
-            return self._device if is_hidden else getattr(group, "bound_device_id", None)
 
     @contextlib.contextmanager
     def hidden(self, world: Any) -> Iterator[torch.device | None]:

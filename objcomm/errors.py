@@ -387,7 +387,8 @@ class TransportError(ObjcommError, RuntimeError):
 
     Attributes:
         operation: the operation that this rank was in.
-        peers: group ranks of the peers that are gone.
+        peers: group ranks of the peers that are gone; empty if the backend of this rank's device
+            has failed. The other ranks then raise ``CollectiveError``, and the next call works.
         reason: what is known about the cause.
     """
 
@@ -398,6 +399,8 @@ class TransportError(ObjcommError, RuntimeError):
         self.reason = reason
 
     def __str__(self) -> str:
+        if not self.peers:
+            return f"{self.operation}: {self.reason}"
         return f"{self.operation}: the connection to {ranks_text(self.peers)} ended: {self.reason}"
 
 

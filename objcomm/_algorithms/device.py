@@ -5,38 +5,53 @@ header says so, members in CPU memory do too, staged through the first link's de
 ``device=`` only decides how that rank sends. If a group has no link for a device type, codecs leave
 no members on such devices.
 
-A link moves data from accelerator memory to accelerator memory over the user's own group, with the
-backend that the group names for the device type, such as NCCL. Such backends have no suitable tags,
-and no timeout that leaves the group usable, so they carry only data that must not pass through the
-CPU. Headers, and with them every agreement on what follows, are sent over the mesh.
+A link moves data from accelerator memory to accelerator memory, with a backend of the kind that the
+group names for the device type, such as NCCL. Such backends have no suitable tags, and no timeout
+that leaves them usable, so they carry only data that must not pass through the CPU. Headers, and
+with them every agreement on what follows, are sent over the mesh.
+
+Each lane of a mesh has its own communicator, created at its first transfer. So a verdict on the
+mesh can abort it: the group's own communicator, which DDP or FSDP may use, is not touched, and the
+next mesh has a new one. Lanes cannot mix, although a communicator has one order for all transfers.
+It is not split from the group's communicator: a split needs all ranks of the group, and a rank that
+died in it would block the group.
 """
 
 from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
-import weakref
-from typing import TYPE_CHECKING, Protocol
+import threading
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from objcomm._codecs.buffers import empty
+from objcomm._transport.link import LinkClosed, LinkError
+from objcomm._transport.threads import AbandonedError, Apart, ThreadPool
 from objcomm._wire.header import Flag
-from objcomm._world import is_bound
-from objcomm.errors import TransportError, WireError
+from objcomm._world import can_be_created
+from objcomm.errors import WireError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import TracebackType
 
     from objcomm._wire.message import Message
 
 _STAGED = int(Flag.STAGED)  # an IntFlag's ``&`` costs 0.7 µs
 
 
-class DevicePath:
-    """The device links of one operation: none, or one per device type.
+# An aborted transfer ends in milliseconds. One that does not is left to its thread, because a call
+# must raise within 2 s of a death, which is noticed after 1.75 s at most.
+_ABORTED_WITHIN_SECONDS = 0.25
 
-    Every method is called by all participating ranks, for the same messages in the same order.
+
+class DevicePath:
+    """The device links of one lane: none, or one per device type.
+
+    Transfers are started in ``carry_out``, by all participating ranks, for the same messages in the
+    same order.
 
     Attributes:
         devices: where to receive members that stay on an accelerator, in the order of the links.
@@ -55,6 +70,56 @@ class DevicePath:
         self.devices = tuple(link.device for link in links)
         self.linked = ",".join(self._links)
         self.staging = next(iter(self._links), "")
+        self._apart = Apart(_ABORTED_WITHIN_SECONDS)
+        self._is_abandoned = False
+
+    def carry_out(
+        self, transfer: Callable[[DevicePath], None], stream: torch.Stream | None = None
+    ) -> None:
+        """Run transfers, and return when this rank's device has completed them.
+
+        They run on another thread, because a backend may block its caller in C++ until a peer
+        comes, or until it is aborted.
+
+        Args:
+            transfer: calls the other methods.
+            stream: the stream to use; if None, the caller's current one.
+
+        Raises:
+            LinkClosed: the path was abandoned.
+            LinkError: this rank's backend has failed.
+        """
+        accelerator = torch.accelerator.current_accelerator()
+        if stream is None and accelerator is not None and accelerator.type in self._links:
+            stream = torch.accelerator.current_stream()
+        where, has_grad = DevicePlace(stream), torch.is_grad_enabled()
+        is_inference = torch.is_inference_mode_enabled()
+
+        def carried() -> None:
+            with where, torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
+                transfer(self)
+                # A call that returned earlier could not raise if a peer died, and the program would
+                # compute with what an aborted transfer has left in memory. Waits for this stream
+                # only.
+                where.synchronize()
+
+        try:
+            self._apart.do(carried)
+        except AbandonedError as error:
+            raise LinkClosed(str(error)) from error
+        if self._is_abandoned:  # an aborted kernel ends without an error
+            raise LinkClosed("the connections were closed during a transfer between devices")
+
+    def abandon(self) -> None:
+        """Abort the communicators, and make all calls of ``carry_out`` raise, now and later."""
+        self._is_abandoned = True
+        self._apart.abandon()
+        pool = ThreadPool()
+        for link in self._links.values():
+            # Aborting waits for kernels to end. Without a thread, the transfer keeps its own.
+            with contextlib.suppress(RuntimeError):
+                pool.submit(link.abort)
+        pool.close()
 
     def joined(self, device_type: str, linked: str) -> torch.device | None:
         """Return where to place tensors of a device type, if all ranks have a link for it.
@@ -75,32 +140,34 @@ class DevicePath:
         return bool(message.header.flags & _STAGED)
 
     def carries(self, message: Message) -> bool:
-        """Return whether a part of a message with a known body is sent over device links."""
-        return bool(self._links and message.large) and bool(
-            message.following_on_device or (self.is_staged(message) and message.following_on_host)
-        )
+        """Return whether a part of a message with a known body is sent over device links.
+
+        Raises:
+            WireError: a part would be, but this rank lacks the link.
+        """
+        return next(self._carried(message), None) is not None
 
     def send(self, message: Message, peer: int) -> None:
         """Send this rank's part to one peer."""
         for flat, link in self._carried(message):
-            with _naming(peer):
+            with _naming():
                 link.send(flat.to(link.device), peer)
 
     def recv(self, message: Message, peer: int) -> None:
         """Receive one peer's part into ``message``'s memory."""
         for flat, link in self._carried(message):
-            with _naming(peer), _landing(flat, link) as staged:
+            with _naming(), _landing(flat, link) as staged:
                 link.recv(staged, peer)
 
     def broadcast(self, message: Message, root: int, *, is_root: bool) -> None:
         """Send one rank's part into all other ranks' memory."""
         for flat, link in self._carried(message):
-            with _naming(root), _landing(flat, link, is_sent=is_root) as staged:
+            with _naming(), _landing(flat, link, is_sent=is_root) as staged:
                 link.broadcast(staged, root)
 
     def broadcast_flat(self, flat: torch.Tensor, root: int) -> None:
         """Send ``root``'s bytes to all ranks, in memory of a link's device."""
-        with _naming(root):
+        with _naming():
             self._for(flat).broadcast(flat, root)
 
     def all_to_all(self, flat: torch.Tensor, into: torch.Tensor) -> None:
@@ -150,13 +217,14 @@ def _landing(
 
 
 @contextlib.contextmanager
-def _naming(*peers: int) -> Iterator[None]:
+def _naming() -> Iterator[None]:
+    """Raise a failure of the backend as a link's error."""
     try:
         yield
     except torch.OutOfMemoryError:
-        raise  # this rank's failure, not a peer's
+        raise
     except RuntimeError as error:
-        raise TransportError("device link", peers, str(error)) from error
+        raise LinkError(str(error)) from error
 
 
 class DeviceLink(Protocol):
@@ -182,37 +250,49 @@ class DeviceLink(Protocol):
     def all_gather(self, flat: torch.Tensor, into: torch.Tensor) -> None:
         """Collect all ranks' ``flat`` in ``into``, in rank order; every rank calls this."""
 
+    def abort(self) -> None:
+        """End this rank's transfers, those that have begun and later ones; may block."""
+
 
 class BackendLink:
-    """Tensor transfers over the backend that ``group`` has for ``device``: NCCL, XCCL or another.
+    """Tensor transfers over its own backend for a device type: NCCL, XCCL or another.
 
     Nothing in this class depends on the device type; the tests also run it with CPU tensors.
 
     Attributes:
         device: where the tensors are; without an index, the current device at each use.
-        is_pairwise: whether ``send`` and ``recv`` may be called at any time between the group's
-            collectives.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, *, is_pairwise: bool = False
+        self, create: Callable[[], Any], device: torch.device, members: Sequence[int]
     ) -> None:
-        # Weak, because objcomm stores this link under its group; a strong one would keep both.
-        self._group = weakref.ref(group)
+        """Initialize the link; nothing is created before the first transfer.
+
+        Args:
+            create: creates the backend, on this rank alone.
+            device: where the tensors are.
+            members: the ranks that it connects.
+        """
         self.device = device
-        self.is_pairwise = is_pairwise
+        self._create = create
+        self._members = tuple(members)
+        self._backend: Any = None
+        self._is_aborted = False
+        self._lock = threading.Lock()
+
+    # ``wait`` makes the current stream wait for the backend's, and usually not the caller.
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
-        """See ``DeviceLink``. ``wait`` usually blocks the current stream, not the caller."""
-        self._own().broadcast(flat, root).wait()
+        """See ``DeviceLink``."""
+        self._own().broadcast(flat, self._members.index(root)).wait()
 
     def send(self, flat: torch.Tensor, peer: int) -> None:
         """See ``DeviceLink``."""
-        self._own().send([flat], peer, 0).wait()
+        self._own().send([flat], self._members.index(peer), 0).wait()
 
     def recv(self, flat: torch.Tensor, peer: int) -> None:
         """See ``DeviceLink``."""
-        self._own().recv([flat], peer, 0).wait()
+        self._own().recv([flat], self._members.index(peer), 0).wait()
 
     def all_to_all(self, flat: torch.Tensor, into: torch.Tensor) -> None:
         """See ``DeviceLink``."""
@@ -222,25 +302,33 @@ class BackendLink:
         """See ``DeviceLink``."""
         self._own()._allgather_base(into, flat).wait()  # noqa: SLF001  # all_gather_into_tensor's
 
-    def _own(self) -> dist.ProcessGroup:
-        group = self._group()
-        if group is None:
-            raise RuntimeError("the process group was destroyed")
-        return group
+    def abort(self) -> None:
+        """See ``DeviceLink``."""
+        with self._lock:
+            self._is_aborted = True
+            backend, self._backend = self._backend, None
+        if backend is not None:
+            with contextlib.suppress(RuntimeError):  # a backend that cannot be aborted
+                backend.abort()
+
+    def _own(self) -> Any:
+        with self._lock:  # creating it does not wait for other ranks
+            if self._is_aborted:
+                raise LinkClosed("the connections were closed before a transfer between devices")
+            if self._backend is None:
+                self._backend = self._create()
+            return self._backend
 
 
 # Gloo copies device memory to CPU memory first.
 _HOST_BACKEND = "gloo"
 
-#: Backends that send between two ranks in a communicator for that pair, on its own stream, so there
-#: is no order between it and the group's collectives. Read in the sources of
-#: ``ProcessGroupNCCL::pointToPoint`` and ``ProcessGroupXCCL::pointToPoint``. In other backends, a
-#: message could come between two collectives on one rank only, and all ranks would wait forever.
-PAIRWISE = frozenset({"nccl", "xccl"})
 
+def linked_devices(group: dist.ProcessGroup) -> dict[torch.device, str]:
+    """Return the device types that can have a link, each with the name of its backend.
 
-def device_links(group: dist.ProcessGroup) -> list[BackendLink]:
-    """Return a link for each device type for which ``group`` has a dedicated backend.
+    These are the types for which ``group`` has a dedicated backend of a kind that objcomm can
+    create.
 
     A backend that also serves CPU memory does not count, such as the single one that
     ``init_process_group("gloo")`` creates for all devices. Gloo would move CUDA tensors through CPU
@@ -249,17 +337,13 @@ def device_links(group: dist.ProcessGroup) -> list[BackendLink]:
     nothing on a device.
 
     Returns:
-        Links sorted by device type, so that the order is the same on all ranks.
+        By device without an index, sorted by type, so that the order is the same on all ranks.
     """
     named: dict[str, str] = {}
     for device in group._device_types:  # noqa: SLF001  # torch has no public way to ask
         named[device.type] = _backend_name(group, device)
-    # A group bound to a device uses one communicator for everything.
-    pairwise = () if is_bound(group) else PAIRWISE
-    return [
-        BackendLink(group, torch.device(each), is_pairwise=named[each] in pairwise)
-        for each in own_types(named)
-    ]
+    found = [each for each in own_types(named) if can_be_created(named[each])]
+    return {torch.device(each): named[each] for each in found}
 
 
 def own_types(named: Mapping[str, str]) -> list[str]:
@@ -282,3 +366,82 @@ def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
         return backend.name().lower()
     except RuntimeError:  # a third-party backend that has no name
         return type(backend).__name__
+
+
+class DevicePlace:
+    """A context manager that sets device and stream on another thread, usually to the caller's.
+
+    Both belong to the accelerator that torch's generic functions use.
+    """
+
+    def __init__(self, stream: torch.Stream | None = None) -> None:
+        """Remember a stream and its device.
+
+        Args:
+            stream: the stream; if None, the calling thread's current stream and device.
+        """
+        self._stream = stream
+        self._before: torch.Stream | None = None
+        self._device: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        accelerator = torch.accelerator.current_accelerator()
+        if stream is None and accelerator is not None:
+            # Raised if the device's module is not imported, or lacks a driver or the attribute.
+            with contextlib.suppress(AttributeError, RuntimeError):
+                module: Any = torch.get_device_module(accelerator)
+                # Before its first use no data is on the device, and asking for the stream would
+                # initialize it. A module without is_initialized needs no initialization.
+                if getattr(module, "is_initialized", _is_ready)():
+                    self._stream = torch.accelerator.current_stream()
+
+    def __enter__(self) -> None:
+        if self._stream is None:
+            return
+        # On exit, this does not create a context on the previous device if that has none.
+        self._device = torch.accelerator.device_index(self._stream.device_index)
+        self._device.__enter__()
+        self._before = torch.accelerator.current_stream(self._stream.device_index)
+        torch.accelerator.set_stream(self._stream)
+
+    def synchronize(self) -> None:
+        """Wait until the device has completed the stream's work, if there is a stream."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._before is not None:
+            torch.accelerator.set_stream(self._before)
+            self._before = None
+            self._device.__exit__(kind, error, traceback)
+
+
+def stream_beside(*, after_current: bool) -> torch.Stream | None:
+    """Create a stream on the current device for work that the current stream does not wait for.
+
+    Args:
+        after_current: whether work on the new stream starts after all work that is queued on the
+            current stream now.
+
+    Returns:
+        The stream; None if torch has no accelerator, or one without streams.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    try:
+        module = None if accelerator is None else torch.get_device_module(accelerator)
+    except RuntimeError:
+        module = None
+    make: Callable[[], torch.Stream] | None = getattr(module, "Stream", None)
+    if make is None:
+        return None
+    stream = make()
+    if after_current:
+        stream.wait_stream(torch.accelerator.current_stream())
+    return stream
+
+
+def _is_ready() -> bool:
+    return True

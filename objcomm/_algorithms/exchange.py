@@ -29,12 +29,13 @@ from objcomm._codecs.buffers import empty, view
 from objcomm._observe.history import CallRecord
 from objcomm._observe.lines import check_lines
 from objcomm._transport.lane import Lane
-from objcomm._transport.link import Deadline, Link, LinkError
+from objcomm._transport.link import Deadline, Link, LinkClosed, LinkError
 from objcomm._transport.share import Share
 from objcomm._transport.workspace import Workspace, part_nbytes
 from objcomm._wire.admission import Gate
 from objcomm._wire.header import EVERYONE, check_same_call
 from objcomm._wire.message import Message, head_of, open_body
+from objcomm.errors import TransportError
 
 #: From this size, large members are handed over in shared memory instead of sent, if possible.
 SHARED_MIN_NBYTES = 1 << 20
@@ -131,21 +132,42 @@ class Exchange(Transfers):
             if pending is not None:
                 self.sends.append((pending, peer, head, message))
 
-    def accelerators(self) -> DevicePath:
-        """Return the device path, once the peers have everything that was sent over the link.
+    def on_devices(
+        self, transfer: Callable[[DevicePath], None], stream: torch.Stream | None = None
+    ) -> None:
+        """Run transfers between devices, once the peers have everything sent over the link.
 
         A rank that waits on a device link makes no progress on the other link, and a peer may need
         what was sent there before it can reach the device link.
+
+        Args:
+            transfer: starts the transfers.
+            stream: the stream to use; if None, the caller's current one.
+
+        Raises:
+            TransportError: the link was closed by a verdict, or this rank's backend has failed; in
+                that case without peers.
         """
-        if self.device.linked:
-            self.hand_over()
-        return self.device
+        self.hand_over()
+        self.entry.is_on_devices = True
+        try:
+            self.device.carry_out(transfer, stream)
+        except LinkClosed as error:
+            raise self._naming(error, (self.entry.awaits,)) from error
+        except LinkError as error:
+            raise TransportError(
+                self.entry.operation,
+                (),
+                f"the backend of this rank's device has failed: {error.reason}",
+            ) from error
+        finally:
+            self.entry.is_on_devices = False
 
     def swap_signals(self, peers: Sequence[int]) -> None:
         """Exchange go-aheads with ranks that all call this, before data follows on device links.
 
-        A wait on a device link cannot be interrupted, so a rank must not enter it for a peer that
-        has rejected a message.
+        A rank that has rejected a message must not make others start transfers that only a verdict
+        would end.
         """
         if peers:
             are_ready = self.ready_signals_of(peers)

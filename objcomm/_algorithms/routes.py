@@ -6,11 +6,12 @@ Every rank of the group calls each function (only the two ranks involved call ``
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from objcomm._algorithms import shared_relay, topology
+from objcomm._algorithms.device import DevicePath
 from objcomm._algorithms.exchange import Exchange
 from objcomm._wire.header import Status
 from objcomm._wire.message import Message, compose, head_of
@@ -51,7 +52,8 @@ def broadcast(
         exchange.relay_rest(message, root)
         if exchange.device.carries(message):
             meet_before_devices(exchange)
-        exchange.accelerators().broadcast(message, root, is_root=parent is None)
+            is_root = parent is None
+            exchange.on_devices(lambda path: path.broadcast(message, root, is_root=is_root))
     return message
 
 
@@ -128,8 +130,7 @@ def gather(
     if messages is None:
         if not message.is_all_head and is_wanted:
             exchange.send_rest(message, [root])
-            exchange.swap_signals([root] if exchange.device.carries(message) else [])
-            exchange.accelerators().send(message, root)
+            _move_on_devices(exchange, DevicePath.send, [(root, message)])
         return None
     arriving = []
     for peer, each in enumerate(messages):
@@ -138,9 +139,7 @@ def gather(
     if not arriving:
         return messages
     exchange.recv_rest(arriving)
-    exchange.swap_signals([peer for peer, each in arriving if exchange.device.carries(each)])
-    for peer, each in arriving:
-        exchange.accelerators().recv(each, peer)
+    _move_on_devices(exchange, DevicePath.recv, arriving)
     return messages
 
 
@@ -170,8 +169,12 @@ def all_gather(exchange: Exchange, message: Message) -> list[Message]:
         exchange.recv_rest([(peer, messages[peer]) for peer in others])
     if any(map(exchange.device.carries, messages)):
         meet_before_devices(exchange)
-    for peer, each in enumerate(messages):
-        exchange.accelerators().broadcast(each, peer, is_root=peer == exchange.rank)
+
+        def transfer(path: DevicePath) -> None:
+            for peer, each in enumerate(messages):
+                path.broadcast(each, peer, is_root=peer == exchange.rank)
+
+        exchange.on_devices(transfer)
     return messages
 
 
@@ -294,8 +297,7 @@ def scatter(exchange: Exchange, messages: Sequence[Message] | None, root: int) -
     are_all_ready()
     for peer in others:
         exchange.send_rest(messages[peer], [peer])
-        exchange.swap_signals([peer] if exchange.device.carries(messages[peer]) else [])
-        exchange.accelerators().send(messages[peer], peer)
+    _move_on_devices(exchange, DevicePath.send, [(peer, messages[peer]) for peer in others])
     return messages[root]
 
 
@@ -366,15 +368,19 @@ def all_to_all(exchange: Exchange, messages: Sequence[Message]) -> list[Message]
         exchange.send_rest(messages[peer], [peer])
     exchange.recv_rest([(peer, arrived[peer]) for peer in others])
     carries = exchange.device.carries
-    exchange.swap_signals(
-        [peer for peer in others if carries(messages[peer]) or carries(arrived[peer])]
-    )
-    for source in range(exchange.size):  # a device link has one order for all ranks
-        if source != exchange.rank:
-            exchange.accelerators().recv(arrived[source], source)
-            continue
-        for peer in others:
-            exchange.accelerators().send(messages[peer], peer)
+    ready = [peer for peer in others if carries(messages[peer]) or carries(arrived[peer])]
+    if ready:
+        exchange.swap_words(ready)
+
+        def transfer(path: DevicePath) -> None:
+            for source in range(exchange.size):  # a device link has one order for all ranks
+                if source != exchange.rank:
+                    path.recv(arrived[source], source)
+                    continue
+                for peer in others:
+                    path.send(messages[peer], peer)
+
+        exchange.on_devices(transfer)
     return arrived
 
 
@@ -445,8 +451,31 @@ def send(exchange: Exchange, message: Message, peer: int) -> None:
     exchange.entry.rounds += 1
     exchange.send_head(message, [peer], destination=peer, may_be_whole=True)
     exchange.send_rest(message, [peer])
-    exchange.swap_signals([peer] if exchange.device.carries(message) else [])
-    exchange.accelerators().send(message, peer)
+    _move_on_devices(exchange, DevicePath.send, [(peer, message)])
+
+
+def _move_on_devices(
+    exchange: Exchange,
+    move: Callable[[DevicePath, Message, int], None],
+    messages: Sequence[tuple[int, Message]],
+) -> None:
+    """Send or receive the parts of some messages that are sent over device links.
+
+    Args:
+        exchange: the operation's exchange.
+        move: ``DevicePath.send`` or ``DevicePath.recv``.
+        messages: each with the rank that receives or sends it.
+    """
+    carried = [(peer, each) for peer, each in messages if exchange.device.carries(each)]
+    if not carried:
+        return
+    exchange.swap_words([peer for peer, _ in carried])
+
+    def transfer(path: DevicePath) -> None:
+        for peer, each in carried:
+            move(path, each, peer)
+
+    exchange.on_devices(transfer)
 
 
 def recv(
@@ -472,8 +501,7 @@ def _with_rest(exchange: Exchange, message: Message, peer: int, *, gives_signal:
         exchange.make_room(message, peer)
         exchange.give_signal(peer)
     exchange.recv_rest([(peer, message)])
-    exchange.swap_signals([peer] if exchange.device.carries(message) else [])
-    exchange.accelerators().recv(message, peer)
+    _move_on_devices(exchange, DevicePath.recv, [(peer, message)])
     return message
 
 
@@ -493,7 +521,7 @@ def all_meet(exchange: Exchange, message: Message) -> None:
 def meet_before_devices(exchange: Exchange) -> None:
     """Return once every rank is ready for what follows on the devices.
 
-    Nothing wakes a rank that waits there. So a rank that has no memory for the data, or rejects a
-    message, must raise before any rank waits there, and so must all other ranks.
+    Only a verdict ends a wait there, and its communicator with it. So a rank that has no memory for
+    the data, or rejects a message, must raise before any rank waits there, and so must all others.
     """
     all_meet(exchange, compose(exchange.header, b""))

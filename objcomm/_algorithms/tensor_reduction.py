@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from objcomm._algorithms import routes, shared_reduction
+from objcomm._algorithms.device import DevicePath
 from objcomm._algorithms.exchange import Exchange
 from objcomm._algorithms.parts import Batch, Part, Piece, aligned, batches, nbytes_of
 from objcomm._algorithms.transfers import Arriving
@@ -227,9 +228,13 @@ def _reduce(exchange: Exchange, bag: list[Part]) -> None:
     whole = torch.empty(share * exchange.size, dtype=about.result_dtype, device=operand.device)
     if operand.nbytes > _SURELY_THERE_NBYTES:
         routes.meet_before_devices(exchange)
-    exchange.accelerators().all_to_all(operand.view(torch.uint8), arrived.view(torch.uint8))
-    about.combine(arrived.split(share), mine)
-    exchange.accelerators().all_gather(mine.view(torch.uint8), whole.view(torch.uint8))
+
+    def transfer(path: DevicePath) -> None:
+        path.all_to_all(operand.view(torch.uint8), arrived.view(torch.uint8))
+        about.combine(arrived.split(share), mine)
+        path.all_gather(mine.view(torch.uint8), whole.view(torch.uint8))
+
+    exchange.on_devices(transfer)
     results = [part.result for part in bag if part.result is not None]
     if results:
         sizes = [part.numel for part in bag]

@@ -340,7 +340,7 @@ class Call:
         # ``Lane.caller``.
         lane.begun_at = place
         try:
-            path = whole.device_path
+            path = whole.device_path(mesh, lane)
             flags = Flag.PACED if progress else 0
             if coding.device is not None and coding.device.type == path.staging:
                 flags |= Flag.STAGED

@@ -15,9 +15,10 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
-from objcomm._algorithms.device import DevicePath, device_links
+from objcomm._algorithms.device import BackendLink, DevicePath, linked_devices
 from objcomm._config import GroupLike, Settings, Timeout, seconds_of, whole_number
 from objcomm._environment import local_rank_in, unjoined_in
 from objcomm._failures.channel import Channel, say_farewell
@@ -31,6 +32,7 @@ from objcomm._transport.threads import Alone
 from objcomm._wire.header import fingerprint
 from objcomm._world import (
     TIMEOUT_SECONDS,
+    communicator,
     default_group,
     group_for_call,
     inheritance,
@@ -38,6 +40,7 @@ from objcomm._world import (
     is_initialized,
     rank,
     refuse_worker,
+    store_of,
     timeout_of,
 )
 from objcomm.errors import UsageError, ranges_text
@@ -270,14 +273,31 @@ class Group:
         check_running(operation)
 
     @functools.cached_property
-    def device_path(self) -> DevicePath:
-        """The path between the ranks' accelerators, if there is one."""
-        return DevicePath(device_links(self._own()))
+    def device_backends(self) -> dict[torch.device, str]:
+        """The types of device that have a link between the ranks, and the backend of each."""
+        return linked_devices(self._own())
 
-    @functools.cached_property
-    def pair_path(self) -> DevicePath:
-        """The same for point-to-point messages, which are not ordered with collectives."""
-        return DevicePath([link for link in device_links(self._own()) if link.is_pairwise])
+    def device_path(self, mesh: Mesh, lane: Lane) -> DevicePath:
+        """Return the path between the accelerators of a connected mesh's ranks, for one lane."""
+        path: DevicePath | None = lane.device_path
+        if path is None:
+            path = DevicePath(
+                [self._link(*each, mesh, lane) for each in self.device_backends.items()]
+            )
+            if path.linked:
+                mesh.at_end.append(path.abandon)
+                if mesh.verdict is not None:  # perhaps before that
+                    path.abandon()
+            lane.device_path = path
+        return path
+
+    def _link(self, device: torch.device, backend: str, mesh: Mesh, lane: Lane) -> BackendLink:
+        name = f"objcomm {mesh.nonce} {lane.number} {device.type}"
+        ranks = [mesh.ranks[member] for member in mesh.members]
+        place = mesh.members.index(mesh.rank)
+        # Must not hold ``self``, which holds the mesh: a cycle would keep connections open.
+        create = functools.partial(_communicator, self._world, backend, name, place, ranks)
+        return BackendLink(create, device, mesh.members)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -326,8 +346,7 @@ class Group:
                 name = f"{self.name}, a group of {_listed([self.ranks[each] for each in members])}"
                 recorder = self.recorder.among(members, name)
                 part = Group(self.process_group, self._world(), recorder)
-                # The links join the whole group's accelerators.
-                part.device_path = part.pair_path = DevicePath()
+                part.device_backends = {}
                 self._parts[members] = part
         return part
 
@@ -379,6 +398,12 @@ def _close(
     whole.retire()
     for callback in at_end:
         callback()
+
+
+def _communicator(
+    world: Callable[[], Any], backend: str, name: str, place: int, ranks: Sequence[int]
+) -> Any:
+    return communicator(backend, name, store=store_of(world()), rank=place, ranks=ranks)
 
 
 def _nothing() -> None:

@@ -14,7 +14,7 @@ from objcomm._algorithms import routes
 from objcomm._algorithms.device import DevicePath
 from objcomm._algorithms.exchange import Exchange
 from objcomm._algorithms.transfers import Meter
-from objcomm._failures.losses import end_by_loss, local
+from objcomm._failures.losses import end_by_backend, end_by_loss, local
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.verdict import Cause, Verdict, proposal_for, regions
 from objcomm._failures.watchdog import (
@@ -84,7 +84,7 @@ class Watched(Exchange):
             link, lane, entry, deadline, gate, device=device, meter=meter, group=mesh.name
         )
         self.mesh = mesh
-        if device.linked or not link.is_interruptible:
+        if not link.is_interruptible:
             self._interruptible = interruptible(mesh)
 
     def meet_first(self) -> None:
@@ -204,10 +204,13 @@ class Watched(Exchange):
             verdict = end_by_loss(mesh, proposal)
         elif proposal.cause is Cause.DESYNC:
             verdict = settle_desync(mesh, self.lane, proposal)
+        elif isinstance(error, TransportError) and not error.peers:
+            verdict = end_by_backend(mesh, proposal)
         else:
             verdict = mesh.settle(proposal)
         self._end_elsewhere(verdict)
-        if isinstance(error, TransportError):
+        is_own_failure = proposal.cause is Cause.REFUSED and verdict.name == proposal.name
+        if isinstance(error, TransportError) and not is_own_failure:
             raise local(mesh, verdict, error).error(operation, position) from None
         if isinstance(error, DesyncError) and verdict.cause is Cause.DESYNC:
             raise verdict.error(operation, position) from None  # the verdict covers more ranks

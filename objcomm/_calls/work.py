@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, Protocol, 
 
 import torch
 
+from objcomm._algorithms.device import DevicePlace
 from objcomm._config import FOREVER_SECONDS, seconds_of
 from objcomm._observe.published import fold, folded
 from objcomm._transport.threads import SUSPICIOUS_SECONDS, Signal, check_uninterrupted
@@ -24,7 +25,6 @@ from objcomm.errors import UsageError, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-    from types import TracebackType
 
     from objcomm._config import Timeout
     from objcomm._transport.link import Awaitable
@@ -531,77 +531,3 @@ def wait_all(works: Iterable[Work[T]], timeout: Timeout = None) -> list[T]:
     finally:
         first = None  # as in ``wait``
         waiting.clear()
-
-
-class DevicePlace:
-    """A context manager that sets device and stream on another thread, usually to the caller's.
-
-    Both belong to the accelerator that torch's generic functions use.
-    """
-
-    def __init__(self, stream: torch.Stream | None = None) -> None:
-        """Remember a stream and its device.
-
-        Args:
-            stream: the stream; if None, the calling thread's current stream and device.
-        """
-        self._stream = stream
-        self._before: torch.Stream | None = None
-        self._device: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        accelerator = torch.accelerator.current_accelerator()
-        if stream is None and accelerator is not None:
-            # Raised if the device's module is not imported, or lacks a driver or the attribute.
-            with contextlib.suppress(AttributeError, RuntimeError):
-                module: Any = torch.get_device_module(accelerator)
-                # Before its first use no data is on the device, and asking for the stream would
-                # initialize it. A module without is_initialized needs no initialization.
-                if getattr(module, "is_initialized", _is_ready)():
-                    self._stream = torch.accelerator.current_stream()
-
-    def __enter__(self) -> None:
-        if self._stream is None:
-            return
-        # On exit, this does not create a context on the previous device if that has none.
-        self._device = torch.accelerator.device_index(self._stream.device_index)
-        self._device.__enter__()
-        self._before = torch.accelerator.current_stream(self._stream.device_index)
-        torch.accelerator.set_stream(self._stream)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if self._before is not None:
-            torch.accelerator.set_stream(self._before)
-            self._before = None
-            self._device.__exit__(kind, error, traceback)
-
-
-def stream_beside(*, after_current: bool) -> torch.Stream | None:
-    """Create a stream on the current device for work that the current stream does not wait for.
-
-    Args:
-        after_current: whether work on the new stream starts after all work that is queued on the
-            current stream now.
-
-    Returns:
-        The stream; None if torch has no accelerator, or one without streams.
-    """
-    accelerator = torch.accelerator.current_accelerator()
-    try:
-        module = None if accelerator is None else torch.get_device_module(accelerator)
-    except RuntimeError:
-        module = None
-    make: Callable[[], torch.Stream] | None = getattr(module, "Stream", None)
-    if make is None:
-        return None
-    stream = make()
-    if after_current:
-        stream.wait_stream(torch.accelerator.current_stream())
-    return stream
-
-
-def _is_ready() -> bool:
-    return True

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, SupportsIndex, TypeAlias, cast
 import torch.distributed as dist
 
 from objcomm._algorithms import routes
+from objcomm._algorithms.device import DevicePlace
 from objcomm._calls.call import Call
 from objcomm._calls.group import Group, resolve
-from objcomm._calls.work import DevicePlace
 from objcomm._collectives.gather import all_gather_in
 from objcomm._config import GroupLike, Timeout, check_name, settings, whole_number
 from objcomm._environment import machine

@@ -89,7 +89,7 @@ def needed(mesh: Mesh, lane: Lane, entry: CallRecord) -> Collection[int]:
     operation, awaited = entry.header.operation, () if entry.awaits < 0 else (entry.awaits,)
     if mesh.whole is not None:
         return awaited
-    if operation not in (_FROM_ONE | _TO_ONE) or entry.is_confirmed:
+    if operation not in (_FROM_ONE | _TO_ONE) or entry.is_confirmed or entry.is_on_devices:
         return mesh.others
     if operation in _FROM_ONE:
         return awaited
@@ -311,6 +311,27 @@ def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
             # The others have agreed on a verdict among themselves and cleared the store.
             return mesh.stop(proposal._replace(ranks=(mesh.rank,), reason=_ALONE))
     return settle_by_name(mesh, proposal)
+
+
+def end_by_backend(mesh: Mesh, proposal: Verdict) -> Verdict:
+    """End a mesh because the backend of this rank's device has failed.
+
+    A backend also fails if a peer has died, which it notices immediately, and it does not say which
+    rank failed. So a closed connection is the reason, if there is one.
+
+    Args:
+        mesh: the mesh.
+        proposal: this rank's failure.
+
+    Returns:
+        The verdict that holds.
+    """
+    if mesh.verdict is None and mesh.link is not None:
+        time.sleep(_OTHERS_FIRST_SECONDS)
+        closed = mesh.link.closed_by()
+        if closed:
+            return end_by_loss(mesh, Verdict.of(Cause.LOST, ranks=tuple(closed), reason=PEER_LOST))
+    return mesh.settle(proposal)
 
 
 def _to_blame(mesh: Mesh, closed: Iterable[int]) -> tuple[int, ...]:

@@ -85,6 +85,7 @@ class Mesh:
         is_closed: whether its connections were closed after the verdict.
         died: the verdict for callers that poll in one of these blocks after a rank has died.
         heard: the verdict that others have posted while this rank did not wait for them.
+        at_end: called when the connections are closed; each ends other connections of the ranks.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Mesh:
         self.blocks: set[str] = set()
         self.died: Verdict | None = None
         self.heard: Verdict | None = None
+        self.at_end: list[Callable[[], object]] = []
         self._listens_until = 0.0
         self._told: Verdict | None = None  # the verdict as posted, not as seen by this rank
         self._secret: bytes | None = None  # derived from the user's key
@@ -594,6 +596,8 @@ class Mesh:
         # process. The end of the process closes the connections anyway.
         if self.link is not None and not self.is_closed and not sys.is_finalizing():
             self.link.abort(self._farewell())
+            for end in self.at_end:
+                end()
             self.is_closed = True
         if standing is not None:
             return standing

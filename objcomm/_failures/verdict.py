@@ -192,11 +192,12 @@ def proposal_for(error: BaseException, rank: int) -> Verdict:
         return Verdict.of(Cause.DESYNC, reason=error.reason, positions=positions)
     if isinstance(error, TransportTimeout):
         return Verdict.of(Cause.TIMEOUT, ranks=error.missing, seconds=error.seconds)
-    if isinstance(error, TransportError):
+    if isinstance(error, TransportError) and error.peers:
         return Verdict.of(Cause.LOST, ranks=error.peers, reason=error.reason)
     if isinstance(error, Exception):
-        # A refused message, or a lack of memory, which torch reports as a RuntimeError. Failures of
-        # the connections never get here: they have been turned into TransportErrors.
+        # A refused message, a device whose backend has failed, or a lack of memory, which torch
+        # reports as a RuntimeError. Failures of the connections never get here: they have been
+        # turned into TransportErrors with peers.
         return Verdict.of(Cause.REFUSED, failures=(failure_of(error, rank),))
     reason = f"it left after {brief_text_of(error)}"
     return Verdict.of(Cause.LEFT, ranks=(rank,), reason=reason)

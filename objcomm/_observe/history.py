@@ -74,6 +74,7 @@ class CallRecord:
         is_served: whether the message that it waits for is being transferred.
         caller: the call that this one is part of; None if there is none.
         is_confirmed: whether the ranks exchange their outcomes, so that it needs all of them.
+        is_on_devices: whether it waits for a transfer between devices, which needs all ranks.
         unmatched: for a waiting receive, returns sender and tag of messages that are available but
             do not match.
         withdraw: ends this call alone by a verdict; None if it cannot be ended alone.
@@ -101,6 +102,7 @@ class CallRecord:
     is_served = False
     caller: "CallRecord | None" = None
     is_confirmed = False
+    is_on_devices = False
     unmatched: "Callable[[], list[tuple[int, int]]] | None" = None
     withdraw: "Callable[[Any], object] | None" = None
 

@@ -19,13 +19,12 @@ from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 
-from objcomm._algorithms.device import DevicePath
-from objcomm._algorithms.exchange import Exchange
+from objcomm._algorithms.device import DevicePath, DevicePlace, stream_beside
 from objcomm._calls.absence import acts_alone
 from objcomm._calls.call import Coding
 from objcomm._calls.group import Group, resolve
 from objcomm._calls.watched import Watched
-from objcomm._calls.work import DevicePlace, Envelope, Work, stream_beside
+from objcomm._calls.work import Envelope, Work
 from objcomm._config import (
     FOREVER_SECONDS,
     Allowed,
@@ -121,7 +120,7 @@ class P2PCall:
         if whole.size > 1:
             whole.check_process(said_by)
         peers.mailbox.check_uninterrupted()
-        self._device_path = whole.pair_path if whole.size > 1 else DevicePath()
+        self._devices = tuple(whole.device_backends) if whole.size > 1 else ()
         self._coding = coding = Coding.of(codec, device, accept, allow, said_by)
         self._deadline = deadline = whole.deadline(said_by, timeout, coding.settings)
         self.tag = tag = None if tag is None else checked_tag(said_by, tag)
@@ -219,43 +218,12 @@ class P2PCall:
         entry = self.entry
         entry.header = _numbered(entry.header, mesh, lane, sequence)
         link, gate = mesh.link or mesh.connections_for(entry.operation), self._gate(mesh)
-        path = self._device_path
+        path = self.group.device_path(mesh, lane)
         return Watched(mesh, link, lane, entry, self._deadline, gate=gate, device=path)
 
     def _gate(self, mesh: Mesh) -> Gate:
         """Return the gate that checks the messages of this call."""
-        devices = self._device_path.devices
-        return Gate(self._coding.settings, mesh.session, self.group.rank, devices)
-
-    def _move_on_device(
-        self, pair: Pair, exchange: Exchange, turn: DeviceTurn, transfer: Callable[[], None]
-    ) -> None:
-        """Transfer a message's large members from one rank's device to the other's.
-
-        Everything else in the message has been sent before. The transfer has its own stream on each
-        rank: it does not wait for what the program has queued since, and the program does not wait
-        for it. Both ranks wait here until it has ended, so a message that was received is complete,
-        and an error is raised if its sender died.
-
-        Args:
-            pair: this rank and the other one.
-            exchange: the message's traffic, already entered.
-            turn: the turn of this transfer, already begun.
-            transfer: starts the transfer, and waits for it.
-        """
-        has_begun = False
-
-        def noted() -> None:
-            nonlocal has_begun
-            has_begun = True
-            transfer()
-
-        exchange.hand_over()
-        try:
-            turn.move(noted)
-        except BaseException:
-            pair.has_device_path &= not has_begun
-            raise
+        return Gate(self._coding.settings, mesh.session, self.group.rank, self._devices)
 
     def _turn(self, offers: Offers, exchange: Watched, *, is_sender: bool) -> DeviceTurn:
         def say(of: Operation) -> None:
@@ -316,7 +284,7 @@ class Send(P2PCall):
                 self._keep(obj)
             return
         message = None
-        types = self._device_types(pair)
+        types = self._device_types
         if types:
             self.begin()
             message = self._message(obj, types)
@@ -354,7 +322,7 @@ class Send(P2PCall):
         place = None
         try:
             if message is None:
-                message = self._message(obj, self._device_types(pair))
+                message = self._message(obj, self._device_types)
             work = self.work()
             # Data on a device always stays here first, because both ranks must be ready to transfer
             # it.
@@ -540,27 +508,16 @@ class Send(P2PCall):
                 with exchange:
                     exchange.send_rest(message, [pair.peer])
                     if turn is not None:
-                        self._send_from_device(pair, exchange, turn, message)
+                        send = functools.partial(DevicePath.send, message=message, peer=pair.peer)
+                        exchange.hand_over()
+                        turn.move(functools.partial(exchange.on_devices, send, self._stream))
 
-    def _send_from_device(
-        self, pair: Pair, exchange: Exchange, turn: DeviceTurn, message: Message
-    ) -> None:
-        """Send the large members that are on a device."""
-        stream, where = self._stream, DevicePlace(self._stream)
-
-        def transfer() -> None:
-            with where:
-                self._device_path.send(message, pair.peer)
-            if stream is not None:
-                stream.synchronize()
-
-        self._move_on_device(pair, exchange, turn, transfer)
-
-    def _device_types(self, pair: Pair) -> str:
-        """Return the device types that large members may leave directly, comma-separated."""
+    @property
+    def _device_types(self) -> str:
+        """The device types that large members may leave directly, comma-separated."""
         # Data that travels outside messages is not signed.
         is_plain = self._coding.settings.secret is None
-        return self._device_path.linked if is_plain and pair.has_device_path else ""
+        return ",".join(each.type for each in self._devices) if is_plain else ""
 
     def _pair(self) -> Pair | None:
         """Return this rank's pair with the receiver; None if the receiver is this rank.
@@ -957,19 +914,13 @@ class Receive(P2PCall):
     ) -> None:
         """Take in the rest of a message with large members that arrive on a device."""
         pair = self._peers.pair(self.group, peer)
-        where = DevicePlace(stream)
-
-        def transfer() -> None:
-            with where:
-                self._device_path.recv(message, peer)
-            if stream is not None:
-                stream.synchronize()
-
+        recv = functools.partial(DevicePath.recv, message=message, peer=peer)
         with self._turn(pair.offers(exchange.mesh), exchange, is_sender=False) as turn:
             turn.begin()
             self._say(Operation.TAKE, exchange)
             exchange.recv_rest([(peer, message)])
-            self._move_on_device(pair, exchange, turn, transfer)
+            exchange.hand_over()
+            turn.move(functools.partial(exchange.on_devices, recv, stream))
 
 
 def _hand_to_current(flats: Sequence[torch.Tensor], stream: torch.Stream | None) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import struct
 import threading
 import weakref
-from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from hmac import compare_digest
@@ -33,7 +32,6 @@ from objcomm._transport.threads import (
     ThreadPool,
     Ticket,
     TicketQueue,
-    carried_out,
     guard,
     interrupted,
 )
@@ -104,7 +102,6 @@ class Offers:
         self.mesh = mesh
         self.peer = peer
         self.turns = TicketQueue()
-        self._apart = ThreadPool()
         self._lock = guard()
         self.is_interrupted: Callable[[], bool] = self._lock._is_owned  # noqa: SLF001  # as Condition asks
         self._offered: dict[tuple[int, int], Callable[[bool], object]] = {}  # by answer and number
@@ -156,29 +153,6 @@ class Offers:
             self._offered.clear()
         for on_end in left:
             on_end(False)  # noqa: FBT003  # a callback's
-
-    def carry_out(self, transfer: Callable[[], None]) -> None:
-        """Run a transfer between the devices on another thread, and wait until it ends.
-
-        A backend does not notice that a peer died, and its waits can't be ended. If the connection
-        ends, the thread is therefore abandoned.
-
-        Raises:
-            ObjcommError: the reason for which the connection has ended.
-            RuntimeError: this process can start no more threads.
-        """
-        done: Future[None] = Future()
-        self.check()
-        self._apart.submit(partial(carried_out, transfer, done))
-        try:
-            while not wait([done], _LOOK_SECONDS).done:
-                if self.mesh.verdict is not None:
-                    self._apart.close()
-                    self._apart.give_up()
-                    self.check()
-            done.result()
-        finally:
-            del done  # an error's traceback holds this frame, and its future holds the error
 
     def check(self) -> None:
         """Check that the connection has not ended.
@@ -233,7 +207,6 @@ class DeviceTurn:
 
         Raises:
             ObjcommError: the reason for which the connection has ended.
-            RuntimeError: this process can start no more threads.
         """
         if not self._is_sender and not self._is_lower:
             self._say(Operation.READY)
@@ -244,7 +217,7 @@ class DeviceTurn:
         self._until(self._place.enter)
         if self._is_lower:
             self._say(Operation.START if self._is_sender else Operation.READY)
-        self._offers.carry_out(transfer)
+        transfer()
 
     def _until(self, wait: Callable[[float], bool]) -> None:
         while not wait(_LOOK_SECONDS):
@@ -277,8 +250,6 @@ class Pair:
         departing: begins sends that no thread waits for, when their turn has come.
         leaving: sends what follows the heads of offered messages once they are taken.
         arriving: receives the rest of incomplete messages that no thread waits for.
-        has_device_path: whether large members may go from device to device. False after a transfer
-            failed, because the operation that a backend has begun blocks all later ones.
     """
 
     def __init__(self, channel: Channel, peer: int, rank: int, peers: Peers) -> None:
@@ -295,7 +266,6 @@ class Pair:
         self.departing = SerialQueue(peers.pool)
         self.leaving = SerialQueue(peers.pool)
         self.arriving = SerialQueue(peers.pool)
-        self.has_device_path = True
         self._channel = channel
         self._rank = rank
         self._mailbox = peers.mailbox

@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from objcomm._algorithms import routes, tensor_reduction
+from objcomm._algorithms.device import DevicePath
 from objcomm._algorithms.exchange import Exchange
 from objcomm._algorithms.parts import Combine, Part
 from objcomm._algorithms.tensor_reduction import reduce_on_device
@@ -463,7 +464,8 @@ def _between_devices(call: Call, exchange: Exchange, flats: Sequence[_Flat]) -> 
     for rule, flat in flats:
         if rule is Rule.SHARE:
             routes.meet_before_devices(exchange)  # a rank that failed to pack its tensors is absent
-            exchange.accelerators().broadcast_flat(flat.view(torch.uint8), call.root)
+            raw = flat.view(torch.uint8)
+            exchange.on_devices(partial(DevicePath.broadcast_flat, flat=raw, root=call.root))
         else:
             reduce_on_device(exchange, [_part(exchange, rule, flat)])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from objcomm._transport.link import Link, head_tag
 
@@ -47,6 +47,7 @@ class Lane:
         owes: whether the lane's thread has yet to raise the verdict that ended the link.
         workspace: memory shared by ranks that are all on one host, once they have asked for it.
         has_asked: whether they have asked for it; they may not have received any.
+        device_path: moves members between the ranks' accelerators; None before the first call.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Lane:
         self.owes = True
         self.workspace: Workspace | None = None
         self.has_asked = False
+        self.device_path: Any = None
         self.past: deque[CallRecord] = deque(maxlen=_PAST)
 
     def begin(self, entry: CallRecord, deadline: Deadline) -> None:

@@ -435,7 +435,13 @@ class Apart:
     A thread that is stuck in C++ can't be woken. It stays there, with all that it refers to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last_turn_seconds: float = _LAST_TURN_SECONDS) -> None:
+        """Begin without a thread.
+
+        Args:
+            last_turn_seconds: how long a wait that was given up may still take to end.
+        """
+        self._last_turn_seconds = last_turn_seconds
         self._pool = ThreadPool()
         self._lock = threading.RLock()  # a destructor may abandon it at any step
         self._callers: set[Signal] = set()
@@ -463,7 +469,7 @@ class Apart:
                 run()
             is_woken.wait()
             # It may have ended, but its thread was not scheduled to report that.
-            if not ended.done() and not wait([ended], _LAST_TURN_SECONDS).done:
+            if not ended.done() and not wait([ended], self._last_turn_seconds).done:
                 raise AbandonedError(_ABANDONED)
             ended.result()
         finally:

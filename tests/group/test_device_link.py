@@ -17,6 +17,7 @@ import objcomm
 from objcomm import CollectiveError
 from objcomm._algorithms import tensor_reduction
 from objcomm._algorithms.device import BackendLink
+from objcomm._calls.group import Group
 from tests.cases import case
 from tests.group.helpers import assert_group_works
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
@@ -30,7 +31,7 @@ class CountingLink(BackendLink):
     """Counts the bytes that this rank moved over the link."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        super().__init__(group, device)
+        super().__init__(lambda: group, device, range(group.size()))
         self.moved_nbytes = 0
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
@@ -53,6 +54,9 @@ class CountingLink(BackendLink):
         self.moved_nbytes += into.numel()
         super().all_gather(flat, into)
 
+    def abort(self) -> None:
+        """Do nothing: the backend is the group's own."""
+
 
 @contextlib.contextmanager
 def group_with_device_link() -> Iterator[tuple[Any, CountingLink]]:
@@ -60,9 +64,9 @@ def group_with_device_link() -> Iterator[tuple[Any, CountingLink]]:
     process_group = dist.new_group()
     link = CountingLink(process_group, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("objcomm._calls.group.device_links", lambda _: [link])
-        objcomm.barrier(group=process_group)  # creates the group's links
-    yield process_group, link
+        patch.setattr(Group, "device_backends", {link.device: "gloo"})
+        patch.setattr(Group, "_link", lambda *_: link)
+        yield process_group, link
 
 
 @ranks(2, 3)
@@ -195,15 +199,14 @@ def test_trees_on_the_device_are_combined_there_and_as_on_the_host() -> None:
 def test_a_rank_out_of_device_memory_fails_the_call_before_others_wait() -> None:
     rank, last = objcomm.rank(), objcomm.world_size() - 1
     tensor = torch.ones(20 * LARGE)
-    with group_with_device_link() as (group, link), pytest.MonkeyPatch.context() as patch:
-        if rank == last:
-            patch.setattr(tensor_reduction, "_packed", lambda *_: _no_room())
-        with pytest.raises(torch.OutOfMemoryError if rank == last else CollectiveError) as caught:
-            objcomm.all_reduce(tensor, group=group)
-        assert "no room" in str(caught.value)
+    with group_with_device_link() as (group, link):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == last:
+                patch.setattr(tensor_reduction, "_packed", lambda *_: _no_room())
+            error = torch.OutOfMemoryError if rank == last else CollectiveError
+            with pytest.raises(error, match="no room"):
+                objcomm.all_reduce(tensor, group=group)
         assert link.moved_nbytes == 0
-        patch.undo()
-        patch.setattr("objcomm._calls.group.device_links", lambda _: [link])
         assert bool((objcomm.all_reduce(tensor, group=group) == last + 1).all())
         assert link.moved_nbytes > 0
 
@@ -215,12 +218,14 @@ def _no_room() -> torch.Tensor:
 @ranks(2)
 def test_a_link_that_only_some_ranks_have_is_used_by_none() -> None:
     process_group = dist.new_group()
-    links = [CountingLink(process_group, torch.device("cpu"))] if objcomm.is_main() else []
+    link = CountingLink(process_group, torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("objcomm._calls.group.device_links", lambda _: links)
+        if objcomm.is_main():
+            patch.setattr(Group, "device_backends", {link.device: "gloo"})
+            patch.setattr(Group, "_link", lambda *_: link)
         got = objcomm.all_reduce(torch.full((LARGE,), objcomm.rank()), group=process_group)
     assert bool((got == 1).all())
-    assert all(link.moved_nbytes == 0 for link in links)
+    assert link.moved_nbytes == 0
 
 
 @ranks(2, 3)

@@ -1,13 +1,15 @@
 """The backend ``standin`` of torch.distributed, for tensors on the device of that name.
 
 ``dist.init_process_group("cpu:gloo,standin:standin")`` creates a ``Group``: torch takes no backend
-that is written in Python, only a whole process group, so this one includes Gloo for the CPU.
+that is written in Python, only a whole process group, so this one includes Gloo for the CPU. For a
+communicator that torch does not register, objcomm gets the ``Backend`` alone.
 
 It is as strict as NCCL, but raises where NCCL would hang or corrupt data. A rank's tensors must be
 on one device, contiguous, and ready on its current stream; all ranks must make the same calls in
-the same order; data is sent only once its receiver is there. The backend does not know whether a
-missing rank is alive: it waits for the group's own timeout or for a call of ``Backend.abort``, like
-that of NCCL's watchdog. ``Backend.interrupt`` makes a call fail, stall, or do anything else.
+the same order; data is sent only once its receiver is there. Like NCCL, it connects ranks at their
+first transfer. The backend does not know whether a missing rank is alive: it waits for its timeout
+or for a call of ``Backend.abort``. ``Journal.interrupt`` makes a call fail, stall, or do anything
+else.
 """
 
 import functools
@@ -16,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,20 +31,51 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 _LOOK_S = 0.001
 
 _ALL_CAME = "all came"
+_GLOO_LIMIT = timedelta(seconds=60)
 
 
 class Interruption(NamedTuple):
     """Something to do in a call of the backend.
 
     Attributes:
-        operation: the name of the ``Backend`` method.
+        operation: the name of the ``Backend`` method; empty for any.
         act: called on the calling thread; may raise, wait, or end the process.
         at_wait: whether to act when the call's work is waited for, instead of before any transfer.
     """
 
     operation: str
-    act: Callable[[], None]
+    act: Callable[[], object]
     at_wait: bool
+
+
+class Journal:
+    """What one process has done over its backends, oldest first, and what is to happen in them.
+
+    Attributes:
+        made: the calls.
+        communicators: the backends that belong to no group.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.communicators: list[Backend] = []
+        self._interruptions: list[Interruption] = []
+
+    def interrupt(
+        self, operation: str, act: Callable[[], object], *, at_wait: bool = False
+    ) -> Interruption:
+        """Act once in the next call of an operation; see ``Interruption``."""
+        interruption = Interruption(operation, act, at_wait)
+        self._interruptions.append(interruption)
+        return interruption
+
+    def happen(self, operation: str, *, at_wait: bool) -> None:
+        """Do what is to happen in a call."""
+        for each in self._interruptions:
+            if each.operation in {"", operation} and each.at_wait is at_wait:
+                self._interruptions.remove(each)
+                each.act()
+                return
 
 
 class Backend:
@@ -49,23 +83,35 @@ class Backend:
 
     Attributes:
         options: has the timeout, as in torch's own backends.
-        made: the calls so far, oldest first.
+        is_aborted: whether ``abort`` was called.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        names: Sequence[int] = (),
+    ) -> None:
+        """Begin without a connection.
+
+        Args:
+            store: where the ranks meet.
+            rank: this rank.
+            size: number of ranks.
+            timeout: how long to wait for another rank.
+            names: what to call each rank in ``Journal.made``; by default its number.
+        """
         self._rank, self._size = rank, size
-        self._handshakes: Any = store.clone()  # type: ignore[attr-defined]  # not in torch's stub
-        # The store synchronizes the ranks, so Gloo never waits long. Torch's stub lacks its
-        # members.
-        self._gloo: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore("gloo", store), rank, size, timeout
-        )
-        self.options = self._gloo.options
-        self.made: list[str] = []
+        self._names = names or range(size)
+        self._store = store
+        self._announced: Any = store.clone()  # type: ignore[attr-defined]  # not in torch's stub
+        self._gloos: dict[str, Any] = {}  # by the ranks that it connects
+        self.options = SimpleNamespace(_timeout=timeout)
         self._limit = timeout
         self._aborted = threading.Event()
         self._numbers: Counter[str] = Counter()
-        self._interruptions: list[Interruption] = []
         self._device: torch.device | None = None
 
     def name(self) -> str:
@@ -88,35 +134,33 @@ class Backend:
         """End all waits for other ranks, and all later calls."""
         self._aborted.set()
 
-    def interrupt(
-        self, operation: str, act: Callable[[], None], *, at_wait: bool = False
-    ) -> Interruption:
-        """Act once in the next call of an operation; see ``Interruption``."""
-        interruption = Interruption(operation, act, at_wait)
-        self._interruptions.append(interruption)
-        return interruption
+    @property
+    def is_aborted(self) -> bool:
+        """Whether ``abort`` was called."""
+        return self._aborted.is_set()
 
     # The names and arguments of torch's own backends.
 
     def broadcast(self, tensor: Tensors, root: Any, *_: object) -> "Work":
         """Copy ``root``'s tensor to all ranks."""
         flat, source = _one(tensor), getattr(root, "rootRank", root)
-        self._meet("broadcast", flat, f"from {source}", [flat] if source == self._rank else [])
-        self._gloo.broadcast(device.content(flat), source).wait()
+        reads = [flat] if source == self._rank else []
+        gloo = self._meet("broadcast", flat, f"from {source}", reads)
+        gloo.broadcast(device.content(flat), source).wait()
         return self._work("broadcast", [flat])
 
     def send(self, tensors: Tensors, peer: int, *_: object) -> "Work":
         """Send, once ``peer`` receives."""
         flat = _one(tensors)
-        self._meet("send", flat, f"{self._rank} to {peer}", [flat], (self._rank, peer))
-        self._gloo.send([device.content(flat)], peer, 0).wait()
+        gloo = self._meet("send", flat, self._way(self._rank, peer), [flat], (self._rank, peer))
+        gloo.send([device.content(flat)], 1 - gloo.rank(), 0).wait()
         return self._work("send", [])
 
     def recv(self, tensors: Tensors, peer: int, *_: object) -> "Work":
         """Receive, once ``peer`` sends."""
         flat = _one(tensors)
-        self._meet("recv", flat, f"{peer} to {self._rank}", [], (peer, self._rank))
-        self._gloo.recv([device.content(flat)], peer, 0).wait()
+        gloo = self._meet("recv", flat, self._way(peer, self._rank), [], (peer, self._rank))
+        gloo.recv([device.content(flat)], 1 - gloo.rank(), 0).wait()
         return self._work("recv", [flat])
 
     def alltoall_base(
@@ -130,15 +174,18 @@ class Backend:
         """Send an equal part from every rank to every rank."""
         if into_sizes or flat_sizes:
             raise NotImplementedError("parts of different sizes")
-        self._meet("alltoall_base", flat, f"into {into.numel()}", [flat], into=into)
-        self._gloo.alltoall_base(device.content(into), device.content(flat), [], []).wait()
+        gloo = self._meet("alltoall_base", flat, f"into {into.numel()}", [flat], into=into)
+        gloo.alltoall_base(device.content(into), device.content(flat), [], []).wait()
         return self._work("alltoall_base", [into])
 
     def _allgather_base(self, into: torch.Tensor, flat: torch.Tensor, *_: object) -> "Work":
         """Gather all ranks' tensors on all ranks, in rank order."""
-        self._meet("_allgather_base", flat, f"into {into.numel()}", [flat], into=into)
-        self._gloo._allgather_base(device.content(into), device.content(flat)).wait()
+        gloo = self._meet("_allgather_base", flat, f"into {into.numel()}", [flat], into=into)
+        gloo._allgather_base(device.content(into), device.content(flat)).wait()
         return self._work("_allgather_base", [into])
+
+    def _way(self, src: int, dst: int) -> str:
+        return f"{self._names[src]} to {self._names[dst]}"
 
     def _meet(
         self,
@@ -149,8 +196,10 @@ class Backend:
         ranks: Sequence[int] = (),
         *,
         into: torch.Tensor | None = None,
-    ) -> None:
+    ) -> Any:
         """Check the tensors, and check that all ranks concerned make this call.
+
+        Returns what connects these ranks in CPU memory.
 
         Args:
             operation: the name of the method.
@@ -171,20 +220,27 @@ class Backend:
             if tensor.device != self._device:
                 raise RuntimeError(f"{operation}: a tensor on {tensor.device}, not {self._device}")
         device.launch(f"{device.NAME}::{operation}", reads, [])
-        self._happen(operation, at_wait=False)
+        journal().happen(operation, at_wait=False)
         what = f"{flat.numel()} of {flat.dtype}, {what}"
-        self.made.append(f"{operation}: {what}")
-        whose = "-".join(map(str, ranks)) or "all"
+        journal().made.append(f"{operation}: {what}")
+        whose = "-".join(map(str, sorted(ranks))) or "all"
         own = f"call {self._numbers[whose]} of {whose}: "
         own += what if ranks else f"{operation}, {what}"
         key = f"{whose}/{self._numbers[whose]}"
         self._numbers[whose] += 1
-        self._handshakes.set(f"{key}/{self._rank}", own)
+        self._announced.set(f"{key}/{self._rank}", own)
         keys = [f"{key}/{each}" for each in ranks or range(self._size)]
         self._await(keys, own, f"{key}/outcome")
-        texts = [self._handshakes.get(each).decode() for each in keys]
+        texts = [self._announced.get(each).decode() for each in keys]
         if set(texts) != {own}:
             raise RuntimeError(f"the ranks make different calls: {texts}")
+        if whose not in self._gloos:
+            # The ranks have met, so Gloo never waits long. Torch's stub lacks its members.
+            order = sorted(ranks or range(self._size))
+            own_store = dist.PrefixStore(f"gloo {whose}", self._store)
+            place = order.index(self._rank)
+            self._gloos[whose] = dist.ProcessGroupGloo(own_store, place, len(order), _GLOO_LIMIT)
+        return self._gloos[whose]
 
     def _await(self, keys: list[str], own: str, outcome: str) -> None:
         """Wait until all ranks have announced their calls.
@@ -194,21 +250,14 @@ class Backend:
         """
         until = time.monotonic() + self._limit.total_seconds()
         reason = ""
-        while not reason and (self._aborted.is_set() or not self._handshakes.check(keys)):
+        while not reason and (self._aborted.is_set() or not self._announced.check(keys)):
             if self._aborted.wait(_LOOK_S):
                 reason = "the communicator was aborted"
             elif time.monotonic() > until:
                 reason = f"timed out after {self._limit}"
-        stands = self._handshakes.compare_set(outcome, "", reason or _ALL_CAME).decode()
+        stands = self._announced.compare_set(outcome, "", reason or _ALL_CAME).decode()
         if stands != _ALL_CAME:
             raise RuntimeError(f"{reason or stands} in {own}")
-
-    def _happen(self, operation: str, *, at_wait: bool) -> None:
-        for each in self._interruptions:
-            if each.operation == operation and each.at_wait is at_wait:
-                self._interruptions.remove(each)
-                each.act()
-                return
 
     @functools.cached_property
     def _stream(self) -> device.Stream:
@@ -220,7 +269,7 @@ class Backend:
         own = self._stream
         own.wait_stream(device.current_stream(own.device_index))
         device.launch(f"{device.NAME}::{operation} done", [], writes, own)
-        return Work(own, functools.partial(self._happen, operation, at_wait=True))
+        return Work(own, functools.partial(journal().happen, operation, at_wait=True))
 
 
 class Work(dist._Work):
@@ -302,8 +351,24 @@ def _one(tensors: Tensors) -> torch.Tensor:
     return tensor
 
 
+def _created(given: Any, _options: object) -> Group | Backend:
+    """Create what ``torch.distributed`` or objcomm asks for."""
+    place = given.store, given.group_rank, given.group_size, given.timeout
+    if not given.group_id.startswith("objcomm "):
+        return Group(*place)
+    made = Backend(*place, given.global_ranks_in_group)
+    journal().communicators.append(made)
+    return made
+
+
+@functools.cache
+def journal() -> Journal:
+    """Return this process's journal."""
+    return Journal()
+
+
 @functools.cache
 def set_up() -> None:
     """Register the device in this process, and the backend in torch.distributed."""
     device.set_up()
-    dist.Backend.register_backend(device.NAME, Group, devices=[device.NAME])
+    dist.Backend.register_backend(device.NAME, _created, extended_api=True, devices=[device.NAME])

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from tests.group.helpers import hear, say
 from tests.ranks import ranks
 from tests.standin import device
+from tests.standin.backend import journal
 from tests.standin.device import Stream
-from tests.standin.worlds import join, joined_by
+from tests.standin.worlds import join, joined_by, made
 
 
 @ranks(1, 2, 4, joined=False)
@@ -44,7 +45,7 @@ def test_it_moves_what_is_on_the_devices_and_gloo_the_rest() -> None:
     total = torch.tensor(rank)
     dist.all_reduce(total)
     assert total == sum(range(size))
-    assert len(joined_by().made) == (5 if rank < 2 <= size else 4)
+    assert len(made()) == (5 if rank < 2 <= size else 4)
 
 
 @ranks(2, joined=False)
@@ -90,7 +91,7 @@ def test_it_fails_and_stalls_on_demand() -> None:
         raise RuntimeError("unhandled system error")
 
     for at_wait in (True, False):
-        backend.interrupt("broadcast", fail, at_wait=at_wait)
+        journal().interrupt("broadcast", fail, at_wait=at_wait)
         with pytest.raises(RuntimeError, match="unhandled system error"):
             backend.broadcast(mine, 0).wait()
         torch.accelerator.synchronize()

@@ -1,11 +1,14 @@
 """Faults on devices end as docs/guide/failures.md says: every waiting rank raises.
 
-A wait on a device ends at the backend's own timeout, or when its watchdog aborts it: here as soon
-as another rank has announced its failure.
+Nothing but a verdict ends a wait of the stand-in: its communicators have no limit of their own, and
+the groups' limit is longer than that of the tests.
 """
 
 import functools
+import itertools
 import os
+import select
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,176 +18,265 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm import BrokenGroupError, CollectiveError, TransportError, WireError
+from objcomm import (
+    BrokenGroupError,
+    CollectiveError,
+    TransportError,
+    TransportTimeout,
+    WireError,
+)
 from tests.cases import case
-from tests.group.helpers import assert_group_works, hear, say, tell_all
-from tests.group.operations import OPERATIONS
+from tests.group.helpers import assert_group_works, error_in, hear, say, tell_all
+from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
 from tests.ranks import ranks
 from tests.standin import device
-from tests.standin.backend import Backend
-from tests.standin.worlds import join, joined_by, own_device
+from tests.standin.backend import journal
+from tests.standin.worlds import join, joined_by, made, own_device
 from tests.waits import PATIENCE_S, wait_until
 
 LARGE = 100_000  # elements, so that the member does not fit into the window
-METHODS = ("broadcast", "send", "recv", "alltoall_base", "_allgather_base")
 
-#: One call for each way in which tensors are transferred between devices.
+#: Every operation that transfers tensors between devices.
 CALLS: dict[str, Callable[..., Any]] = {
-    **{name: OPERATIONS[name] for name in ("broadcast", "gather", "all_gather", "all_to_all")},
-    "all_reduce": lambda obj, **options: objcomm.all_reduce(obj, "sum", **options),
+    **{name: OPERATIONS[name] for name in OBJECT_OPERATIONS},
+    "all_reduce of a tree": lambda obj, **options: objcomm.all_reduce(obj, "sum", **options),
     "broadcast_tensors": lambda obj, **options: objcomm.models.broadcast_tensors([obj], **options),
 }
 
 
-def group_that_has_met() -> tuple[Any, Backend]:
-    """Return a new group of all ranks that has connected, and its backend."""
+def group_that_has_met() -> Any:
+    """Return a new group of all ranks that has connected."""
     group = dist.new_group()
     objcomm.barrier(group=group)
-    return group, joined_by(group)
+    return group
 
 
-def abort_when(topic: str, backend: Backend) -> threading.Thread:
-    """Abort as a watchdog does, once a rank has announced ``topic``."""
-
-    def watch() -> None:
-        hear(topic)
-        backend.abort()
-
-    watchdog = threading.Thread(target=watch)
-    watchdog.start()
-    return watchdog
+def mine() -> torch.Tensor:
+    """Return a large tensor on this rank's device."""
+    return torch.full((LARGE,), objcomm.rank()).to("standin")
 
 
-def assert_next_group_works() -> None:
-    """Check groups with tensors on the devices and without."""
-    assert_group_works()
-    group = dist.new_group()
-    got = objcomm.all_gather(torch.full((LARGE,), objcomm.rank()).to("standin"), group=group)
-    assert [int(each[0].cpu()) for each in got] == list(range(objcomm.world_size()))
+def assert_next_call_works(group: Any) -> None:
+    """Check that tensors still go from device to device, and that the streams can be used."""
+    calls, communicators = len(made()), len(journal().communicators)
+    torch.accelerator.synchronize()
+    got = objcomm.all_gather(mine(), group=group)
+    assert [int((each + 1)[0].cpu()) for each in got] == [
+        rank + 1 for rank in range(objcomm.world_size())
+    ]
     assert {each.device for each in got} == {own_device()}
+    assert len(made()) > calls
+    assert len(journal().communicators) == communicators + 1
+    assert all(each.is_aborted for each in journal().communicators[:communicators])
+    # The program's own communicator is not touched.
+    own = torch.ones(3).to("standin")
+    dist.broadcast(own, 0, group=group)
+    assert not joined_by(group).is_aborted
 
 
-def fail_in(name: str, who: int, fault: str) -> None:
-    """Make one call on a new group, in which the backend fails or stalls on one rank."""
-    rank, topic = objcomm.rank(), f"{name} {who}"
-    group, backend = group_that_has_met()
-    acted = []
+def assert_is_free(at: int, nbytes: int) -> None:
+    """Wait until no more memory than so much is allocated on a device."""
+    wait_until(lambda: device.memory_allocated(at) <= nbytes, "the memory is free")
 
-    def act() -> None:
-        acted.append(fault)
-        if fault != "stalls":
-            raise RuntimeError("unhandled system error")
-        say(f"{topic} acted")
-        for other in set(range(objcomm.world_size())) - {who}:
-            hear(f"{topic} ended on {other}")  # until then this one stalls
 
-    if rank == who:
-        for method in METHODS:
-            backend.interrupt(method, act, at_wait=fault == "fails later")
-    watchdog = abort_when(f"{topic} acted", backend)
-    error: TransportError | None = None
-    try:
-        CALLS[name](torch.full((LARGE,), rank).to("standin"), group=group)
-    except TransportError as raised:
-        error = raised
-    if rank == who and fault != "stalls":
-        say(f"{topic} acted")  # only now, so that its own error came first
-    say(f"{topic} ended on {rank}")
-    watchdog.join(PATIENCE_S)
-    if rank == who:
-        assert acted == [fault]
-        assert error
-        assert fault == "stalls" or "unhandled system error" in str(error)
-    # A rank that has not waited raises in its next call; for one that has raised, the group is
-    # broken.
-    with pytest.raises(BrokenGroupError if error else TransportError):
-        objcomm.barrier(group=group)
-    tell_all(f"{topic} over", "")  # no rank destroys its group before all have called
+def refuse() -> None:
+    raise RuntimeError("unhandled system error")
+
+
+def interfere() -> None:
+    """Make another call than the other ranks do."""
+    into, flat = torch.empty(12).to("standin"), torch.ones(12).to("standin")
+    journal().communicators[-1].alltoall_base(into, flat, [], [])
+
+
+#: What a backend does on one rank, whether when its work is awaited, and in which calls.
+FAULTS = {
+    "fails": (refuse, False, list(CALLS)),
+    "fails later": (refuse, True, list(CALLS)),
+    # All ranks make the other calls of a backend in pairs, and would wait for their limit.
+    "other order": (interfere, False, ["broadcast", "all_gather", "broadcast_tensors"]),
+}
 
 
 @ranks(2, 3, joined=False)
-@pytest.mark.parametrize("fault", ["fails", "fails later", "stalls"])
-def test_a_backend_that_fails_or_stalls(fault: str) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_backend_that_fails_on_one_rank(fault: str) -> None:
     join()
-    for who in (0, objcomm.world_size() - 1):
-        for name in CALLS:
-            with case(name, who):
-                fail_in(name, who, fault)
-    assert_next_group_works()
+    act, at_wait, names = FAULTS[fault]
+    said = "different calls" if fault == "other order" else "unhandled system error"
+    group = group_that_has_met()
+    rank = objcomm.rank()
+    given = mine()
+    at = device.current_device()
+    for name, who in itertools.product(names, (0, objcomm.world_size() - 1)):
+        with case(name, who):
+            before = device.memory_allocated(at)
+            objcomm.barrier(group=group)
+            if rank == who:
+                journal().interrupt("", act, at_wait=at_wait)
+            error: TransportError | CollectiveError | None = None
+            try:
+                CALLS[name](given, group=group)
+            except (TransportError, CollectiveError) as raised:
+                error = raised.with_traceback(None)
+            # The others raise in this call, or in the next one if this has not waited.
+            if error is None:
+                error = error_in(CollectiveError, lambda: objcomm.barrier(group=group))
+            assert said in str(error)
+            if fault != "other order":  # there, the first rank to notice has failed
+                assert isinstance(error, TransportError) == (rank == who)
+            assert not isinstance(error, TransportError) or error.peers == ()
+            assert_next_call_works(group)
+            error = None
+            assert_is_free(at, before)
+    assert_group_works()
+
+
+@ranks(2, 3, joined=False, disposable=True)
+def test_a_limit_ends_a_call_whose_backend_stalls() -> None:
+    join()
+    rank, last = objcomm.rank(), objcomm.world_size() - 1
+    is_over = threading.Event()
+
+    def stall() -> None:
+        is_over.wait()
+
+    given = mine()
+    at = device.current_device()
+    before = device.memory_allocated(at)
+    for name, call in CALLS.items():
+        with case(name):
+            group = group_that_has_met()
+            if rank == last:
+                journal().interrupt("", stall)
+            error = None
+            try:
+                call(given, group=group, timeout=1)
+            except TransportTimeout as raised:
+                error = raised.with_traceback(None)
+            assert error is not None or rank != last
+            with pytest.raises(BrokenGroupError if error else TransportError):
+                objcomm.barrier(group=group)
+            tell_all(f"{name} over", "")  # no rank destroys its group before all have called
+            error = None
+    assert all(each.is_aborted for each in journal().communicators)
+    torch.accelerator.synchronize()
+    assert_next_call_works(group_that_has_met())
+    is_over.set()
+    assert_is_free(at, before)
+
+
+@ranks(3, joined=False, expect_dead={1})
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_that_dies_in_the_middle(name: str) -> None:
+    join()
+    group = group_that_has_met()
+    given = mine()
+    if objcomm.rank() == 1:
+        journal().interrupt("", lambda: os._exit(1))
+    error = None
+    try:
+        CALLS[name](given, group=group)
+    except TransportError as raised:
+        error = raised
+    if error is None:  # this rank did not need the other
+        error = error_in(TransportError, lambda: objcomm.barrier(group=group))
+    assert error.peers == (1,)
+    assert not isinstance(error, TransportTimeout)
+    torch.accelerator.synchronize()
+    assert all(each.is_aborted for each in journal().communicators)
+    assert not joined_by(group).is_aborted
+    survivors = objcomm.new_group([0, 2])
+    got = objcomm.all_gather(given, group=survivors)
+    assert [int(each[0].cpu()) for each in got] == [0, 2]
+
+
+@ranks(2, joined=False, expect_dead={1})
+def test_a_death_that_the_backend_notices_first() -> None:
+    join()
+    group = group_that_has_met()
+    given = mine()
+    other = os.pidfd_open(objcomm.all_gather(os.getpid())[1])
+
+    def notice() -> None:
+        assert select.select([other], [], [], PATIENCE_S)[0]
+        raise RuntimeError("remote process exited")
+
+    journal().interrupt("", functools.partial(os._exit, 1) if objcomm.rank() else notice)
+    error = error_in(TransportError, lambda: objcomm.all_gather(given, group=group))
+    assert error.peers == (1,)
 
 
 @ranks(2, joined=False)
 def test_a_call_in_the_background_fails_as_any_other() -> None:
     join()
-    group, backend = group_that_has_met()
-
-    def act() -> None:
-        say("acted")
-        raise RuntimeError("unhandled system error")
-
+    group = group_that_has_met()
     if objcomm.is_main():
-        backend.interrupt("broadcast", act)
-    watchdog = abort_when("acted", backend)
-    mine = torch.full((LARGE,), objcomm.rank()).to("standin")
-    work = objcomm.all_gather(mine, group=group, async_op=True)
-    with pytest.raises(TransportError):
-        work.wait()
-    watchdog.join(PATIENCE_S)
-    assert_next_group_works()
+        journal().interrupt("broadcast", refuse)
+    work = objcomm.all_gather(mine(), group=group, async_op=True)
+    error_in(TransportError if objcomm.is_main() else CollectiveError, work.wait)
+    assert_next_call_works(group)
 
 
 @ranks(2, joined=False)
-def test_a_backend_that_is_asked_in_another_order() -> None:
+def test_lanes_and_the_programs_own_calls_need_no_common_order() -> None:
     join()
-    group, backend = group_that_has_met()
-    mine = torch.full((LARGE,), objcomm.rank()).to("standin")
-    own = torch.ones(5).to("standin")
-    errors: list[str] = []
-    if objcomm.is_main():
-        with pytest.raises(TransportError, match="different calls"):
-            objcomm.broadcast(mine, group=group)
-        say("ended")
+    group = group_that_has_met()
+    rank, at, given = objcomm.rank(), device.current_device(), mine()
+    own = torch.full((5,), rank).to("standin")
+    has_begun, is_over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        has_begun.set()
+        assert is_over.wait(PATIENCE_S)
+
+    def on_lane(name: str) -> list[int]:
+        with objcomm.lane(name):
+            return [int(each[0].cpu()) for each in objcomm.all_gather(given, group=group)]
+
+    def on_lane_a() -> None:
+        device.set_device(at)
+        got.extend(on_lane("a"))
+
+    got: list[int] = []
+    if rank:  # its transfer on lane a begins last, and that of the other rank first
+        journal().interrupt("broadcast", hold)
+    thread = threading.Thread(target=on_lane_a)
+    thread.start()
+    if rank:
+        assert has_begun.wait(PATIENCE_S)
     else:
-
-        def interfere() -> None:
-            """Make a call of the program that the other rank does not make."""
-            with pytest.raises(RuntimeError, match="different calls") as caught:
-                dist.broadcast(own, 0, group=group)
-            errors.append(str(caught.value))
-
-        other = threading.Thread(target=interfere)
-        other.start()
-        wait_until(lambda: backend.made, "the other thread's call")
-        watchdog = abort_when("ended", backend)
-        with pytest.raises(TransportError):
-            objcomm.broadcast(None, group=group)
-        watchdog.join(PATIENCE_S)
-        other.join(PATIENCE_S)
-        assert len(errors) == 1
-    with pytest.raises(BrokenGroupError):
-        objcomm.barrier(group=group)
-    assert_next_group_works()
+        wait_until(made, "the transfer on lane a")
+    dist.broadcast(own, 0, group=group)
+    assert own.cpu().tolist() == [0] * 5
+    assert on_lane("b") == [0, 1]
+    is_over.set()
+    thread.join(PATIENCE_S)
+    assert got == [0, 1]
+    assert len(journal().communicators) == 2
 
 
-@ranks(3, joined=False, expect_dead={1})
-def test_a_rank_that_dies_in_the_middle() -> None:
+@ranks(2, joined=False, disposable=True)
+def test_ctrl_c_ends_a_wait_on_the_device() -> None:
     join()
-    group, backend = group_that_has_met()
+    group, given = group_that_has_met(), mine()
+    if objcomm.rank():
+        journal().interrupt("broadcast", lambda: hear("interrupted"))
+        error = error_in(TransportError, lambda: objcomm.broadcast(None, group=group))
+        assert error.peers == (0,)
+        return
 
-    def die() -> None:
-        say("dies")
-        os._exit(1)
+    def interrupt() -> None:
+        wait_until(made, "the transfer")
+        os.kill(os.getpid(), signal.SIGINT)
 
-    if objcomm.rank() == 1:
-        for method in METHODS:
-            backend.interrupt(method, die)
-    watchdog = abort_when("dies", backend)
-    with pytest.raises(TransportError) as caught:
-        objcomm.all_reduce(torch.ones(LARGE).to("standin"), "sum", group=group)
-    watchdog.join(PATIENCE_S)
-    assert 1 in caught.value.peers or "aborted" in str(caught.value)
-    survivors = objcomm.new_group([0, 2])
-    assert objcomm.all_gather(objcomm.rank(), group=survivors) == [0, 2]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        objcomm.broadcast(given, group=group)
+    thread.join(PATIENCE_S)
+    say("interrupted")
 
 
 @ranks(2, 3, joined=False)
@@ -195,7 +287,7 @@ def test_what_fails_before_the_devices_move_leaves_them_in_step() -> None:
     objcomm.barrier()
     for name in ("gather", "all_gather", "all_to_all"):
         with case(name):
-            calls = len(joined_by().made)
+            calls = len(made())
             given = (mine, (each for each in [1])) if rank == last else mine  # cannot be pickled
             if rank in {0, last} or name != "gather":
                 with pytest.raises(CollectiveError) as caught:
@@ -203,7 +295,7 @@ def test_what_fails_before_the_devices_move_leaves_them_in_step() -> None:
                 assert list(caught.value.failures) == [last]
             else:
                 assert OPERATIONS[name](given) is None
-            assert len(joined_by().made) == calls or name == "gather"  # others have transferred
+            assert len(made()) == calls or name == "gather"  # others have transferred
             assert [int(each[0].cpu()) for each in objcomm.all_gather(mine)] == [*range(last + 1)]
     assert_group_works()
 
@@ -218,10 +310,10 @@ def test_a_receiver_without_room_on_its_device() -> None:
         at = 0 if name == "gather" else last
         call = functools.partial(OPERATIONS[name], mine)
         with case(name), device.room(device.current_device(), 9 if rank == at else 1 << 30):
-            calls = len(joined_by().made)
+            calls = len(made())
             with pytest.raises(WireError if rank == at else CollectiveError, match="no memory"):
                 call()
-            assert len(joined_by().made) == calls
+            assert len(made()) == calls
         with case(name, "once more"):
             call()
     assert_group_works()
@@ -236,13 +328,13 @@ def test_a_model_that_can_not_be_packed_on_one_rank() -> None:
     objcomm.barrier()
     for call in (objcomm.models.broadcast_tensors, objcomm.models.average_tensors):
         with case(call.__name__):
-            calls = len(joined_by().made)
+            calls = len(made())
             with device.room(device.current_device(), 9 if rank == last else 1 << 30):
                 error = torch.OutOfMemoryError if rank == last else CollectiveError
                 with pytest.raises(error, match="no room"):
                     call(tensors)
-            assert len(joined_by().made) == calls
+            assert len(made()) == calls
             call(tensors)
             assert len({float(each[-1].cpu()) for each in tensors}) == 1
-            assert len(joined_by().made) > calls
+            assert len(made()) > calls
     assert_group_works()

@@ -14,7 +14,7 @@ from tests.group.helpers import assert_group_works
 from tests.ranks import ranks
 from tests.same import assert_same
 from tests.standin import device
-from tests.standin.worlds import copies, devices_in, fetched, join, joined_by, own_device
+from tests.standin.worlds import copies, devices_in, fetched, join, made, own_device
 
 LARGE = 100_000  # elements, so that the member does not fit into the window
 
@@ -62,7 +62,7 @@ def test_a_model_learns_as_it_does_on_the_cpu() -> None:
     gradients = [each.grad for each in there.parameters()]
     assert set(devices_in(gradients)) == {own_device()}
     assert {type(each) for each in there.parameters()} == {torch.nn.Parameter}
-    assert bool(joined_by().made) == (size > 1)
+    assert bool(made()) == (size > 1)
     assert_group_works()
 
 
@@ -212,12 +212,12 @@ def test_a_full_device_fails_before_others_wait_there() -> None:
     rank, last = objcomm.rank(), objcomm.world_size() - 1
     tensor = torch.ones(20 * LARGE).to("standin")
     objcomm.barrier()
-    calls = len(joined_by().made)
+    calls = len(made())
     with device.room(device.current_device(), LARGE if rank == last else 1 << 30):
         error = torch.OutOfMemoryError if rank == last else CollectiveError
         with pytest.raises(error, match="no room"):
             objcomm.all_reduce(tensor, "sum")
-    assert len(joined_by().made) == calls
+    assert len(made()) == calls
     got = objcomm.all_reduce(tensor, "sum")
     assert bool((got.cpu() == last + 1).all())
     assert_group_works()

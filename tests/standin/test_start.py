@@ -8,7 +8,7 @@ import objcomm
 from tests.group.helpers import assert_group_works, shared_port
 from tests.ranks import ranks
 from tests.standin import backend, device
-from tests.standin.worlds import joined_by, own_device
+from tests.standin.worlds import made, own_device
 from tests.workers import here
 
 
@@ -32,6 +32,6 @@ def test_init_joins_over_the_accelerators_backend() -> None:
     got = objcomm.all_gather(torch.full((100_000,), rank).to("standin"))
     assert [int(each[-1].cpu()) for each in got] == list(range(size))
     assert {each.device for each in got} == {own_device()} == {start.device}
-    assert joined_by().made
+    assert made()
     assert_group_works()
     objcomm.shutdown()

@@ -39,6 +39,11 @@ def joined_by(group: Any = None) -> backend.Backend:
     return group.standin
 
 
+def made() -> list[str]:
+    """List the calls of this process so far, over any backend for the devices."""
+    return backend.journal().made
+
+
 def fetched(obj: Any) -> Any:
     """Copy the tensors in containers to the CPU, for inspection."""
     return pytree.tree_map_only(torch.Tensor, lambda each: each.detach().cpu(), obj)

@@ -374,6 +374,9 @@ class MemoryDeviceLink:
     def all_gather(self, flat: torch.Tensor, into: torch.Tensor) -> None:
         self._swap([flat] * self._link.size, into)
 
+    def abort(self) -> None:
+        """End nothing."""
+
     def _swap(self, flats: list[torch.Tensor], into: torch.Tensor) -> None:
         rooms = into.chunk(self._link.size)
         for peer, flat in enumerate(flats):

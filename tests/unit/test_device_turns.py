@@ -55,9 +55,6 @@ class FakeOffers:
         if self.is_ended:
             raise TransportError("send", (self.peer,), "it died")
 
-    def carry_out(self, transfer: Callable[[], None]) -> None:
-        transfer()
-
 
 def turn_on(here: Any, there: FakeOffers | None, number: int, *, is_sender: bool) -> DeviceTurn:
     def say(word: Operation) -> None:

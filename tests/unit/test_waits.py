@@ -19,7 +19,7 @@ from objcomm._failures.mesh import Mesh
 from objcomm._failures.noticeboard import Board
 from objcomm._failures.verdict import DESTROYED, Cause, Verdict, proposal_for
 from objcomm._observe.history import CallRecord
-from objcomm._transport.link import Deadline
+from objcomm._transport.link import Deadline, LinkError
 from objcomm._transport.store import pack_record
 from objcomm._transport.streams import StreamLink
 from objcomm.errors import TransportError, WireError
@@ -92,7 +92,8 @@ def test_a_limit_can_be_made_longer_for_the_next_wait(monkeypatch: pytest.Monkey
 def test_missing_memory_is_a_ranks_failure_and_an_interrupt_its_end() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
-    for error in (caught.value, torch.OutOfMemoryError(), MemoryError(), WireError("no")):
+    own = TransportError("gather", (), "the backend of this rank's device has failed: NCCL error")
+    for error in (caught.value, torch.OutOfMemoryError(), MemoryError(), WireError("no"), own):
         assert proposal_for(error, 1).cause is Cause.REFUSED
     assert proposal_for(TransportError("gather", (2,), "it died"), 1).cause is Cause.LOST
     for end in (KeyboardInterrupt(), SystemExit(1)):
@@ -105,7 +106,7 @@ def test_missing_memory_on_a_device_is_no_peers_end() -> None:
     path = DevicePath([link])
     for error, kind in (
         (torch.OutOfMemoryError("no room"), torch.OutOfMemoryError),
-        (RuntimeError("NCCL error"), TransportError),
+        (RuntimeError("NCCL error"), LinkError),
     ):
         link.broadcast.side_effect = error
         with pytest.raises(kind) as caught:
