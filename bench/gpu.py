@@ -6,12 +6,15 @@ not one of the suites of ``python -m bench``, whose figures all come from one ma
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
 import os
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -32,12 +35,17 @@ Call = Callable[[], Any]
 
 _OURS, _ALONE, _TORCH = "objcomm, NCCL", "NCCL alone", "torch, NCCL"
 _OURS_GLOO, _TORCH_GLOO = "objcomm, Gloo", "torch, Gloo"
-_COLUMNS = (_OURS, _ALONE, _TORCH, _OURS_GLOO, _TORCH_GLOO)
+_BY_HAND = "header and NCCL by hand"
+_COLUMNS = (_OURS, _ALONE, _TORCH, _OURS_GLOO, _TORCH_GLOO, _BY_HAND)
 _CONFIG = "config dict, 1 KiB"
+_SMALL_TENSORS = "1,000 tensors of 4 KiB"
+_STEP = "step of an engine"
 _SIZES = (1, 16, 64, 256)  # MiB
 _SMALL = 100  # samples of a call that takes less than a millisecond
 _SMOKE_SAMPLES = 3
 _TIMEOUT = timedelta(seconds=120)
+_GIB = 1 << 30
+_DIES_AFTER_S = 0.1  # in a transfer of 1 GiB, or in one of those that follow
 
 _INTRODUCTION = """\
 # Benchmarks on a GPU
@@ -67,7 +75,10 @@ run in the same processes and alternate call by call. `all_reduce` adds up float
 objcomm does in rank order with every backend
 ([why](guide/gpus.md#results-do-not-depend-on-the-device)); torch has none for objects. In a Gloo
 group tensors go through CPU memory, objcomm's over its own connections. The config dict does so in
-either group, without NCCL.
+either group, without NCCL. In a step rank 0 sends a dict of 300 B and three tensors of 1 kB, as
+an inference engine does; by hand, a pickled header goes over Gloo and each tensor over NCCL. NCCL
+alone sends the bytes of 1,000 small tensors as one. "Rank 1 dies" shows the time from its death
+until rank 0 has raised.
 
 ```text
 python -m bench.gpu --world 2 --json docs/gpu.jsonl
@@ -99,6 +110,10 @@ def main(arguments: list[str]) -> None:
             (options.world, meeting, options.json.absolute()),
             nprocs=options.world,
         )
+        for operation in ("broadcast", "all_gather"):
+            meeting = f"file://{Path(scratch, operation)}"
+            given = operation, meeting, Path(scratch), options.json.absolute(), options.smoke
+            torch.multiprocessing.spawn(_raise_after_a_death, given, nprocs=2)
 
 
 def page(results: Results) -> str:
@@ -124,7 +139,54 @@ def page(results: Results) -> str:
     return "\n".join([_INTRODUCTION, *parts])
 
 
-def _be_a_rank(rank: int, world: int, meeting: str, figures: Path, *, smoke: bool) -> None:
+def _raise_after_a_death(  # noqa: PLR0917  # as spawn gives them
+    rank: int,
+    operation: str,
+    meeting: str,
+    scratch: Path,
+    figures: Path,
+    smoke: bool,  # noqa: FBT001  # likewise
+) -> None:
+    """Measure how soon rank 0 raises after rank 1 has died in a transfer."""
+    _join(rank, 2, meeting)
+    died_at = scratch / f"{operation} died at"
+
+    def die() -> None:
+        died_at.write_text(str(time.monotonic()), encoding="ascii")
+        os._exit(0)
+
+    mine = torch.full((_GIB,), rank, dtype=torch.uint8, device="cuda")
+    calls: dict[str, Callable[[torch.Tensor], Any]] = {
+        "broadcast": objcomm.broadcast,
+        "all_gather": objcomm.all_gather,
+    }
+    call = calls[operation]
+    call(mine)
+    torch.cuda.synchronize()
+    objcomm.barrier()
+    if rank:
+        threading.Timer(_DIES_AFTER_S, die).start()
+    with contextlib.suppress(objcomm.TransportError):
+        while True:
+            call(mine)
+    seconds = time.monotonic() - float(died_at.read_text(encoding="ascii"))
+    record = measure.Record(
+        f"{operation}, rank 1 dies",
+        "1 GiB",
+        2,
+        _OURS,
+        SECONDS,
+        *measure.summarise([seconds]),
+        smoke=smoke,
+    )
+    torch.cuda.synchronize()  # the stream is usable
+    print(f"{operation}: raised {seconds:.2f} s after the death of the other rank")
+    with figures.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+
+
+def _join(rank: int, world: int, meeting: str) -> int:
+    """Join, and return the number of GPUs."""
     gpus = torch.cuda.device_count()
     if gpus < world:  # NCCL refuses two ranks of one host on one GPU
         os.environ |= {"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo"}
@@ -132,6 +194,11 @@ def _be_a_rank(rank: int, world: int, meeting: str, figures: Path, *, smoke: boo
     dist.init_process_group(
         "cpu:gloo,cuda:nccl", init_method=meeting, rank=rank, world_size=world, timeout=_TIMEOUT
     )
+    return gpus
+
+
+def _be_a_rank(rank: int, world: int, meeting: str, figures: Path, *, smoke: bool) -> None:
+    gpus = _join(rank, world, meeting)
     ruler = measure.Ruler()
     rows: list[dict[str, Any]] = [{"about": _about(gpus)}]
     for operation, payload, samples, calls in _cases(rank, world, _SIZES[:2] if smoke else _SIZES):
@@ -172,6 +239,8 @@ def _cases(
     yield "broadcast", _CONFIG, _SMALL, _checked(calls, config)
     calls = _all_gathers(config, world, nccl, gloo)
     yield "all_gather", _CONFIG, _SMALL, _checked(calls, [config] * world)
+    yield "broadcast", _SMALL_TENSORS, LARGE, _many_small(rank, nccl, gloo)
+    yield "broadcast", _STEP, _SMALL, _steps(rank, nccl, gloo)
     for mib in sizes:
         # Integers, whose sums are the same in any order.
         several = [
@@ -217,6 +286,37 @@ def _cases(
             LARGE,
             _checked(calls, {"w": several[0]} if rank == 1 else None),
         )
+
+
+def _many_small(rank: int, nccl: dist.ProcessGroup, gloo: dist.ProcessGroup) -> dict[str, Call]:
+    flat = torch.arange(1_000 * 1_024, dtype=torch.int32, device="cuda")
+    into = flat if rank == 0 else torch.zeros_like(flat)
+    state = {f"w{at}": part.clone() for at, part in enumerate(flat.split(1_024))}
+
+    def alone() -> Any:
+        dist.broadcast(into, 0, group=nccl)
+        return dict(zip(state, into.split(1_024), strict=True))
+
+    return _checked({_ALONE: alone, **_broadcasts(state, rank, nccl, gloo)}, state)
+
+
+def _steps(rank: int, nccl: dist.ProcessGroup, gloo: dist.ProcessGroup) -> dict[str, Call]:
+    tensors = {name: torch.arange(125, device="cuda") for name in ("tokens", "positions", "slots")}
+    step: dict[str, Any] = {"requests": [f"request {at:03}" for at in range(24)], **tensors}
+
+    def by_hand() -> Any:
+        header = {name: each for name, each in step.items() if name not in tensors}
+        header["tensors"] = [(name, each.shape, each.dtype) for name, each in tensors.items()]
+        box = [header if rank == 0 else None]
+        dist.broadcast_object_list(box, src=0, group=gloo)
+        got: dict[str, Any] = dict(box[0] or {})
+        for name, shape, dtype in got.pop("tensors"):
+            own = tensors[name] if rank == 0 else torch.empty(shape, dtype=dtype, device="cuda")
+            dist.broadcast(own, 0, group=nccl)
+            got[name] = own
+        return got
+
+    return _checked({_BY_HAND: by_hand, **_broadcasts(step, rank, nccl, gloo)}, step)
 
 
 def _broadcasts(

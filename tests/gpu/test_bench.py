@@ -21,5 +21,6 @@ def test_every_form_moves_every_payload(tmp_path: Path) -> None:
     subprocess.run(command, cwd=_REPOSITORY, check=True)
     results = Results.load([figures])
     assert "These figures mean nothing" in gpu.page(results)
-    # Two operations on a config in four forms; on two sizes three in five forms, and one in three.
-    assert len(list(results)) == 2 * 4 + 2 * (3 * 5 + 3)
+    # Two operations on a config in four forms; on two sizes three in five forms, and one in three;
+    # small tensors and a step in five forms; two deaths.
+    assert len(list(results)) == 2 * 4 + 2 * (3 * 5 + 3) + 2 * 5 + 2

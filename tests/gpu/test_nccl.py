@@ -4,9 +4,9 @@ import copy
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from objcomm._algorithms.device import BackendLink
 from tests.group.helpers import assert_group_works
 from tests.ranks import ranks, solo
 from tests.same import assert_same
+from tests.waits import wait_until
 
 pytestmark = [
     pytest.mark.gpu,
@@ -125,7 +126,7 @@ def test_cuda_tensors_are_reduced() -> None:
 @solo(deadline=120)
 def test_nccl_takes_what_the_device_link_gives_it(_folder: Path) -> None:  # noqa: PT019  # wanted for its effect
     _join_nccl(_folder)
-    link = BackendLink(dist.new_group([0]), torch.device("cuda"))
+    link = BackendLink(lambda: dist.new_group([0]), torch.device("cuda"), [0])
     flat = torch.arange(100, dtype=torch.uint8, device="cuda")
     for transfer in (link.all_to_all, link.all_gather):
         into = torch.zeros_like(flat)
@@ -296,3 +297,74 @@ def test_a_rank_that_dies_between_calls_is_named_at_once() -> None:
     torch.cuda.synchronize()
     survivors = objcomm.new_group([0, 2])
     assert objcomm.all_gather(objcomm.rank(), group=survivors) == [0, 2]
+
+
+_GIB = 1 << 30
+
+
+def _transfers(group: dist.ProcessGroup) -> dict[str, Callable[[], Any]]:
+    mine = torch.full((_GIB,), objcomm.rank(), dtype=torch.uint8, device="cuda")
+    return {
+        "broadcast": lambda: objcomm.broadcast(mine, group=group),
+        "all_gather": lambda: objcomm.all_gather(mine, group=group),
+    }
+
+
+@ranks(2, 3, disposable=True, expect_dead=[1], deadline=120)
+@pytest.mark.parametrize("name", ["broadcast", "all_gather"])
+def test_a_rank_that_dies_in_a_transfer_ends_it(name: str) -> None:
+    group = _over_nccl()
+    objcomm.all_gather(torch.ones(1_000_000, device="cuda"), group=group)  # connects the devices
+    transfer = _transfers(group)[name]
+    objcomm.barrier(group=group)
+    before = torch.cuda.memory_allocated()
+    if objcomm.rank() == 1:
+        threading.Timer(0.1, os._exit, (1,)).start()  # 1 GiB took 0.3 s at least
+    with pytest.raises(TransportError) as caught:
+        _repeat(transfer)
+    assert caught.value.peers == (1,)
+    assert not isinstance(caught.value, TransportTimeout)
+    caught.value.__traceback__ = None
+    # The stream is usable, and the memory is free again.
+    assert float(torch.ones(100, device="cuda").sum()) == 100
+    torch.cuda.synchronize()
+    wait_until(lambda: torch.cuda.memory_allocated() <= before, "the memory is free")
+
+
+@ranks(2, disposable=True, deadline=120)
+def test_a_limit_ends_a_transfer_that_waits_for_a_busy_device() -> None:
+    group = _over_nccl()
+    mine = torch.ones(1_000_000, device="cuda")
+    objcomm.all_gather(mine, group=group)
+    own = torch.full((5,), objcomm.rank(), device="cuda")
+    dist.broadcast(own, 0, group=group)
+    if objcomm.rank():
+        torch.cuda._sleep(20_000_000_000)  # noqa: SLF001  # the only kernel that only takes time: about 10 s
+    with pytest.raises(TransportTimeout):
+        objcomm.all_gather(mine, group=group, timeout=2)
+    torch.cuda.synchronize()
+    dist.broadcast(own, 1, group=group)  # the group's own communicator
+    assert own.tolist() == [0] * 5
+
+
+@ranks(2, disposable=True, deadline=120)
+def test_a_failure_leaves_a_group_that_creates_a_new_communicator() -> None:
+    group = _over_nccl()
+    mine = torch.full((1_000_000,), objcomm.rank(), device="cuda")
+    for _ in range(2):
+        got = objcomm.all_gather(mine, group=group)
+        assert [int(each[0]) for each in got] == [0, 1]
+        with pytest.MonkeyPatch.context() as patch:
+            if objcomm.rank():
+                patch.setattr(BackendLink, "broadcast", _fail)
+            with pytest.raises(TransportError if objcomm.rank() else CollectiveError):
+                objcomm.all_gather(mine, group=group)
+
+
+def _repeat(transfer: Callable[[], Any]) -> NoReturn:
+    while True:
+        transfer()
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("unhandled system error")
