@@ -370,7 +370,7 @@ def all_to_all(exchange: Exchange, messages: Sequence[Message]) -> list[Message]
     carries = exchange.device.carries
     ready = [peer for peer in others if carries(messages[peer]) or carries(arrived[peer])]
     if ready:
-        exchange.swap_words(ready)
+        exchange.swap_signals(ready)
 
         def transfer(path: DevicePath) -> None:
             for source in range(exchange.size):  # a device link has one order for all ranks
@@ -469,7 +469,7 @@ def _move_on_devices(
     carried = [(peer, each) for peer, each in messages if exchange.device.carries(each)]
     if not carried:
         return
-    exchange.swap_words([peer for peer, _ in carried])
+    exchange.swap_signals([peer for peer, _ in carried])
 
     def transfer(path: DevicePath) -> None:
         for peer, each in carried:

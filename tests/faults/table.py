@@ -115,7 +115,7 @@ def summary(outcome: Outcome) -> str:
     """Return what each rank saw, in one line."""
     alike: dict[str, list[int]] = defaultdict(list)
     for rank in outcome.case.living:
-        alike[_handshakes(outcome, rank)].append(rank)
+        alike[_in_words(outcome, rank)].append(rank)
     everybody = len(alike) == 1
     told = []
     for words, ranks in alike.items():
@@ -126,7 +126,7 @@ def summary(outcome: Outcome) -> str:
     return "; ".join(told)
 
 
-def _handshakes(outcome: Outcome, rank: int) -> str:
+def _in_words(outcome: Outcome, rank: int) -> str:
     seen = outcome.seen.get(rank)
     if seen is None:
         code = outcome.exits.get(rank)
