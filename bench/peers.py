@@ -6,13 +6,17 @@ its peer is created, because the import starts MPI.
 """
 
 import functools
+import itertools
+import multiprocessing
 import os
 import pickle
 from collections.abc import Callable, Iterable
 from multiprocessing import resource_tracker
+from multiprocessing.context import set_spawning_popen
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -20,10 +24,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import objcomm
-from bench.ring import Ring, block_nbytes
+from bench.ring import CHUNKS, Ring, block_nbytes
 from objcomm.compat import torch as dist_objects
 
 Merge = Callable[[Any, Any], Any]
+
+_BATCH = 25  # objects of a stream in a message
 
 # Called by torch's object collectives; there is no public way to serialize without sending.
 _to_tensor: Callable[..., tuple[torch.Tensor, torch.Tensor]] = distributed_c10d._object_to_tensor  # noqa: SLF001
@@ -99,6 +105,12 @@ class Peer(Protocol):
 
     def broadcast_file(self, path: Path, to: Path) -> None:
         """Write a copy of rank 0's file on every rank, and wait for the disk."""
+
+    def stream(self, obj: Any) -> Callable[[], Any]:
+        """Return a function that gives the next object of an endless stream from rank 0.
+
+        All are the same object here. Rank 0 may be ten objects ahead of each other rank.
+        """
 
     def barrier(self) -> None:
         """Return when every rank has called this."""
@@ -192,6 +204,15 @@ class _Objcomm:
     def broadcast_file(self, path: Path, to: Path) -> None:
         objcomm.broadcast_file(path, to)
 
+    def stream(self, obj: Any) -> Callable[[], Any]:
+        return self._streamed(obj, depth=CHUNKS)
+
+    def _streamed(self, obj: Any, depth: int, batch: int = 1) -> Callable[[], Any]:
+        objs = itertools.repeat(obj) if self.rank == 0 else None
+        stream: objcomm.Stream[Any]
+        stream = objcomm.stream(objs, depth=depth, batch=batch, codec=self._codec)
+        return stream.__next__
+
     def barrier(self) -> None:
         objcomm.barrier()
 
@@ -236,6 +257,13 @@ class _InTurn(_Objcomm):
 
     def all_reduce_slowly(self, obj: Any, merge: Merge) -> Any:
         return self.all_reduce(obj, merge)
+
+
+class _Batched(_Objcomm):
+    """This package with several objects of a stream in each message."""
+
+    def stream(self, obj: Any) -> Callable[[], Any]:
+        return self._streamed(obj, depth=CHUNKS * _BATCH, batch=_BATCH)
 
 
 class _Idle(_Objcomm):
@@ -371,6 +399,9 @@ class _Torch:
 
     def barrier(self) -> None:
         dist.barrier()
+
+    def stream(self, obj: Any) -> Callable[[], Any]:
+        return functools.partial(self.broadcast, obj)
 
     def first_barrier(self) -> None:
         dist.barrier(group=dist.new_group())
@@ -520,6 +551,9 @@ class _Raw:
     def barrier(self) -> None:
         dist.barrier()
 
+    def stream(self, obj: Any) -> Callable[[], Any]:
+        return functools.partial(self.broadcast, obj)
+
     def first_barrier(self) -> None:
         raise NotImplementedError("its barrier is torch's")
 
@@ -626,6 +660,9 @@ class _Mpi4py:
     def barrier(self) -> None:
         self._comm.Barrier()
 
+    def stream(self, obj: Any) -> Callable[[], Any]:
+        return functools.partial(self.broadcast, obj)
+
     def first_barrier(self) -> None:
         raise NotImplementedError("MPI connects when it starts")
 
@@ -667,6 +704,63 @@ class _Ring:
             return obj
         return self._ring.read(self.rank - 1)
 
+    def stream(self, obj: Any) -> Callable[[], Any]:
+        return functools.partial(self.broadcast, obj)
+
+
+class _Queues:
+    """A ``multiprocessing.Queue`` for each other rank, into which rank 0 puts each object."""
+
+    sends_objects = True
+
+    def __init__(self) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        box: list[Any] = [None]
+        if self.rank == 0:
+            spawning = multiprocessing.get_context("spawn")  # its locks can be opened by name
+            self._queues = [spawning.Queue(CHUNKS) for _ in range(1, self.world)]
+            set_spawning_popen(cast("Any", _Handover()))
+            try:
+                box = [ForkingPickler.dumps(self._queues).tobytes()]
+            finally:
+                set_spawning_popen(None)
+        dist.broadcast_object_list(box, src=0)
+        if self.rank:
+            self._queues = pickle.loads(box[0])  # noqa: S301  # the benchmark's own
+        dist.barrier()
+
+    def prepare(self, mine: Any) -> Any:
+        return mine
+
+    def stream(self, obj: Any) -> Callable[[], Any]:
+        def put() -> Any:
+            for each in self._queues:
+                each.put(obj)
+            return obj
+
+        return self._queues[self.rank - 1].get if self.rank else put
+
+
+class _Handover:
+    """Lets queues be pickled for processes that ``multiprocessing`` has not started."""
+
+    def duplicate_for_child(self, fd: int) -> int:
+        return fd
+
+    def DupFd(self, fd: int) -> "_Opened":  # noqa: N802  # called by multiprocessing
+        return _Opened(os.getpid(), fd)
+
+
+class _Opened(NamedTuple):
+    """A pipe of another process."""
+
+    process: int
+    fd: int
+
+    def detach(self) -> int:
+        """Open it in this process."""
+        return os.open(f"/proc/{self.process}/fd/{self.fd}", os.O_RDWR)
+
 
 #: Functions that create the peers, by the names that cases and reports use.
 PEERS: dict[str, Callable[[], Peer]] = {
@@ -678,6 +772,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "objcomm check": lambda: _Guarded(check=True),
     "objcomm in turn": _InTurn,
     "objcomm over Gloo": lambda: _Guarded(transport="gloo"),  # in separate processes
+    "objcomm batched": _Batched,
     "objcomm idle": _Idle,
     "objcomm joined": _Joined,
     "torch": _Torch,
@@ -688,6 +783,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "mpi4py": _Mpi4py,
     "mpi4py pkl5": lambda: _Mpi4py(out_of_band=True),
     "ring": lambda: cast("Peer", _Ring()),  # for cases that only broadcast
+    "queue": lambda: cast("Peer", _Queues()),  # for cases that only stream
 }
 
 

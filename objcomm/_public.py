@@ -63,6 +63,7 @@ try:
         run_on_main,
         run_once_per_node,
     )
+    from objcomm._training.stream import Stream, stream
     from objcomm._wire.as_tensor import from_tensor, to_tensor
     from objcomm._world import is_initialized, rank, world_size
     from objcomm.errors import (
@@ -114,6 +115,7 @@ __all__ = [
     "Shard",
     "Start",
     "StartError",
+    "Stream",
     "TransportError",
     "TransportTimeout",
     "UsageError",
@@ -185,6 +187,7 @@ __all__ = [
     "split",
     "ssend",
     "stats",
+    "stream",
     "to_tensor",
     "wait_all",
     "world_size",

@@ -64,3 +64,44 @@ def step_after_answers(peer: Peer, mine: Any) -> Callable[[], object]:
 def steps_in_a_row(peer: Peer, mine: Any) -> Callable[[], object]:
     """Broadcast one object after another; the figure is the total time divided by their number."""
     return Steps(lambda: peer.broadcast(mine), rounds=1)
+
+
+def _streams(*peers: str, in_a_row: int, targets: tuple[Target, ...]) -> Callable[[Bind], Bind]:
+    payload = STEP if "objcomm batched" in peers else "100 kB list of ints"
+    return case(
+        payload,
+        peers=("ring", *peers, "queue"),
+        worlds=_WORLDS,
+        samples=9,
+        in_a_row=in_a_row,
+        targets=targets,
+    )
+
+
+def _as_fast(peer: str, why_missed: str = "") -> tuple[Target, ...]:
+    return tuple(
+        Target(1.0, "ring", world=world, peer=peer, why_missed=why_missed) for world in _WORLDS
+    )
+
+
+@_streams(
+    *("objcomm", "objcomm batched"),
+    in_a_row=2000,
+    targets=(*_as_fast("objcomm"), *_as_fast("objcomm batched")),
+)
+@_streams("objcomm", in_a_row=100, targets=_as_fast("objcomm"))
+def streamed(peer: Peer, mine: Any) -> Callable[[], object]:
+    """Give all ranks one object after another, of which rank 0 may be ten ahead."""
+    return Steps(peer.stream(mine), rounds=1)
+
+
+@case(
+    STEP,
+    peers=("ring", "objcomm", "queue"),
+    worlds=_WORLDS,
+    samples=4,
+    targets=tuple(Target(0.1, "ring", metric=PROCESSOR_SHARE, world=world) for world in _WORLDS),
+)
+def streamed_after_second(peer: Peer, mine: Any) -> Callable[[], object]:
+    """Give all ranks an object of a stream after a second in which they only wait for it."""
+    return Steps(peer.stream(mine), rounds=2, pause=1.0)

@@ -63,6 +63,7 @@ class Group:
         timeout_seconds: the default timeout of a call.
         hosts: the host of each rank, once ``node_group`` has asked; empty before.
         peers: the state of point-to-point messages; None before the first.
+        streams: the lane on which each open ``stream`` was opened, and its number there.
     """
 
     peers: Any = None
@@ -98,6 +99,7 @@ class Group:
         self._world = functools.partial(_living, _nothing if world is None else weakref.ref(world))
         self._whole = self._joining(tuple(range(self.size)), None)
         self.hosts: tuple[str, ...] = ()
+        self.streams: set[tuple[str, int]] = set()
         self._near: dict[str, weakref.ref[Any]] = {}  # by the lane's name
         self._turns = threading.RLock()
         self._turn = Alone("a call")

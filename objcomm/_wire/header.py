@@ -101,6 +101,7 @@ class Operation(IntEnum):
     READY = 49  # the receiver of a SEND has memory for members on a device
     START = 50  # the sender begins to send those
     BROADCAST_FILE = 51
+    STREAM = 52
 
 
 #: By number: a member's own name, in lower case, takes ten times as long.
@@ -114,6 +115,7 @@ class Status(IntEnum):
     FAILURE = 1  # the texts of one or more RankFailure
     BUNDLE = 2  # the first messages of all ranks, in rank order
     TREE = 3  # nothing: the operands are large and are combined along a tree
+    ENDED = 4  # nothing: the sender's part in a stream has ended
 
 
 class Flag(IntFlag):

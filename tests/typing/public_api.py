@@ -138,6 +138,19 @@ def metrics(config: Config) -> None:
     assert_type(objcomm.shared_seed(), int)
 
 
+async def streams(config: Config, configs: list[Config]) -> None:
+    """An iterator over objects of the iterable's type."""
+    rank = objcomm.rank()
+    assert_type(objcomm.stream(configs), objcomm.Stream[Config])
+    assert_type(objcomm.stream(configs if rank == 0 else None, 1), objcomm.Stream[Config])
+    assert_type(objcomm.stream(), objcomm.Stream[Any])
+    assert_type(objcomm.stream(None, group_src=1, scatter=True, depth=2), objcomm.Stream[Any])
+    for each in objcomm.stream(iter([config]), batch=2):
+        assert_type(each, Config)
+    async for line in objcomm.stream("text"):
+        assert_type(line, str)
+
+
 def _rows_of(table: str, limit: int) -> list[Config]:
     raise NotImplementedError((table, limit))
 

@@ -1,0 +1,757 @@
+"""``stream``: all ranks iterate over the objects that one rank produces, or share them out.
+
+A *feed* carries the objects from the source to some ranks by calls on two lanes of its own: one for
+the objects, and one for the other ranks' reports that they have finished with some. So the source
+may be ahead of the others, calls in the loop's body are not affected, and each call keeps the
+promises of a collective. A stream has one feed to all ranks or, if it shares the objects out, one
+feed to each rank.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import sys
+import threading
+from collections import deque
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import Any, Generic, Self, TypeVar, Unpack, overload
+
+from objcomm._algorithms import routes
+from objcomm._calls.call import Call, Coding
+from objcomm._calls.group import Group, lane, resolve
+from objcomm._calls.work import Work
+from objcomm._collectives.gather import decide_in
+from objcomm._config import (
+    Allowed,
+    CallOptions,
+    DeviceLike,
+    GroupLike,
+    Timeout,
+    check_name,
+    settings,
+    whole_number,
+)
+from objcomm._observe.history import call_site
+from objcomm._observe.published import fold, folded
+from objcomm._wire.failure_message import failure_of, failures_in, raise_together
+from objcomm._wire.header import Operation, Status
+from objcomm.errors import CollectiveError, ObjcommError, TransportError, UsageError
+
+T = TypeVar("T")
+
+_NAME = "stream"
+_EXHAUSTED: Any = object()
+_ITERABLE = "__iter__", "__aiter__", "__getitem__"
+
+
+class _Feed(Generic[T]):
+    """The objects on their way from the source to the other ranks of a group.
+
+    A rank that leaves keeps taking objects, without decoding them, until the source knows: another
+    rank may receive them through this one.
+
+    Attributes:
+        batches: how many batches this rank has sent, or has received if it is not the source.
+        reports: how many reports the source has taken, or this rank has made.
+        is_leaving: whether this rank leaves the stream.
+        is_left: on the source, whether another rank is known to leave the stream.
+        is_over: whether the last message was sent or received.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        root: int,
+        *,
+        created_at: str,
+        lane_name: str,
+        window: int,
+        every: int,
+        source: int,
+        options: dict[str, Any],
+    ) -> None:
+        """Create a feed without traffic.
+
+        Args:
+            group: objcomm's state of the ranks that it connects.
+            root: the source, as a rank of ``group``.
+            created_at: the user's line, for errors.
+            lane_name: the lane of the objects; that of the reports has a longer name.
+            window: how many batches may be sent that a rank has not finished with.
+            every: ranks report after so many batches.
+            source: the source, as a rank of the user's group.
+            options: the options of each call.
+        """
+        self._group, self._root, self._source = group, root, source
+        self._created_at = created_at
+        self._lane_name = lane_name
+        self._window, self._every = window, every
+        self._options = options
+        mesh = group.mesh
+        self._nonce = "" if mesh is None or mesh.verdict is not None else mesh.nonce
+        self._works: list[Work[None]] = []
+        self._awaited = 0  # reports that the source has begun to take
+        self.batches = self.reports = 0
+        self.is_leaving = self.is_left = self.is_over = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the source may send the next batch."""
+        begun = self.batches // self._every * self._every
+        return self.reports * self._every >= begun - (self._window - self._every)
+
+    @property
+    def unfinished(self) -> int:
+        """The number of batches that a rank has not reported to have finished with."""
+        return self.batches - self.reports * self._every
+
+    @property
+    def owes_report(self) -> bool:
+        """Whether a report must be made, or can be taken, before the next message."""
+        return self.reports < self.batches // self._every
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether neither messages nor reports are outstanding."""
+        return self.is_over and not self.owes_report and not self._works
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the connections on which it began have ended."""
+        mesh = self._group.mesh
+        if not self._nonce:
+            return False
+        return mesh is None or mesh.nonce != self._nonce or mesh.verdict is not None
+
+    def give(
+        self, batch: Sequence[T], error: BaseException | None = None, *, is_async: bool
+    ) -> Work[None] | None:
+        """Send a batch; an empty one is the end of the stream, or the error that has ended it."""
+
+        def first(call: Call) -> Callable[[], None]:
+            if batch:
+                mine = call.message(batch)
+            elif error is None:
+                mine = call.announcement(Status.ENDED)
+            else:
+                mine = call.failure(error)
+            self.is_over = mine.header.status != Status.VALUE
+            self.batches += not self.is_over
+
+            def rest() -> None:
+                with call.exchange as exchange:
+                    routes.broadcast(exchange, mine, call.root)
+                if error is None:
+                    call.raise_failures([mine])
+
+            return rest
+
+        return self._call(self._lane_name, first, is_async=is_async)
+
+    def take(self, ready: deque[T], *, is_async: bool) -> Work[None] | None:
+        """Receive the next batch into ``ready``, or learn that the stream has ended.
+
+        Everything is noted on the thread that receives, because an awaiting task may be cancelled.
+        """
+
+        def first(call: Call) -> Callable[[], None]:
+            def rest() -> None:
+                with call.exchange as exchange:
+                    message = routes.broadcast(exchange, None, call.root)
+                self.is_over = message.header.status in {Status.ENDED, Status.FAILURE}
+                self.batches += not self.is_over
+                if self.is_leaving:
+                    return
+                for each in failures_in([message]).values():
+                    failure = dataclasses.replace(each, rank=self._source)
+                    raise_together(_NAME, {self._source: failure}, None, call.rank)
+                if not self.is_over:
+                    ready.extend(call.decode_as(message, _is_batch, "a batch of a stream"))
+
+            return rest
+
+        return self._call(self._lane_name, first, is_async=is_async)
+
+    def report(self, *, is_async: bool) -> Work[None] | None:
+        """Report that this rank has finished with all batches; on the source, take a report."""
+
+        def first(call: Call) -> Callable[[], None]:
+            mine = call.announcement(Status.ENDED if self.is_leaving else Status.VALUE)
+
+            def rest() -> None:
+                with call.exchange as exchange:
+                    messages = routes.gather(exchange, mine, call.root)
+                self.reports += 1
+                self.is_left |= any(each.header.status == Status.ENDED for each in messages or ())
+
+            return rest
+
+        self._awaited += 1
+        return self._call(f"{self._lane_name} reports", first, is_async=is_async)
+
+    def keep(self, work: Work[None] | None) -> None:
+        """Leave a work to ``poll`` and ``outstanding``."""
+        if work is not None:
+            work.disown()
+            self._works.append(work)
+
+    def poll(self) -> None:
+        """Note, without waiting, what has ended, and begin to take a report that can be taken."""
+        for work in [each for each in self._works if each.done()]:
+            self._works.remove(work)
+            work.result()
+        if self._awaited == self.reports and self.owes_report:
+            self.keep(self.report(is_async=True))
+
+    def outstanding(self) -> list[Work[None]]:
+        """Return what has not been waited for, and forget it."""
+        works, self._works = self._works, []
+        return works
+
+    def _call(
+        self, lane_name: str, first: Callable[[Call], Callable[[], None]], *, is_async: bool
+    ) -> Work[None] | None:
+        """Make a call; ``first`` encodes and returns the rest, in which ranks wait."""
+        mesh = self._group.mesh
+        is_replaced = mesh is None or mesh.nonce != self._nonce
+        if self.is_cut_off and (is_replaced or not mesh.is_owed_by(threading.current_thread())):
+            raise UsageError(
+                f"stream: the stream created at {self._created_at} can't continue, because "
+                "an error has closed the connections that it began on; open a new stream"
+            )
+        try:
+            with lane(lane_name):
+                call = Call(
+                    Operation.STREAM,
+                    group=self._group,
+                    group_root=self._root,
+                    has_root=True,
+                    async_op=is_async,
+                    **self._options,
+                )
+        except TransportError:
+            self.is_over |= not self._nonce  # the two ranks never met
+            raise
+        with call:
+            self._nonce = self._nonce or self._group.mesh.nonce
+            rest = first(call)
+            if is_async:
+                return call.later(rest)
+            rest()
+        return None
+
+
+class Stream(Generic[T]):
+    """The objects of ``objcomm.stream``, on one rank: an iterator, also for ``async for``.
+
+    Its first step connects it, which every rank must do in the same order as its collectives. A
+    stream belongs to the thread that takes the first step.
+
+    Examples:
+        >>> import contextlib
+        >>> import objcomm
+        >>> with contextlib.closing(objcomm.stream(range(10))) as numbers:
+        ...     print(next(numbers), next(numbers))
+        0 1
+    """
+
+    def __init__(
+        self,
+        iterable: Any,
+        group: Group,
+        source: int,
+        *,
+        depth: int,
+        batch: int,
+        scatter: bool,
+        options: dict[str, Any],
+    ) -> None:
+        """Create a stream without traffic; see ``objcomm.stream``."""
+        self._iterable: Any = iterable
+        self._iterator: Any = None
+        self._group = group
+        self._source = source
+        self._is_source = group.rank == source
+        self._depth, self._batch, self._is_scattered = depth, batch, scatter
+        self._options = options
+        self._created_at = call_site()
+        self._ready: deque[T] = deque()
+        self._feeds: list[_Feed[T]] | None = None  # None before the first step
+        self._place = "", 0  # the lane on which it was opened, and its number there
+        self._is_async = False
+        self._is_over = False
+        self._error: BaseException | None = None  # raised by the iterable after a partial batch
+        self._work: Work[Any] | None = None  # of the step that an awaiting task is in
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __aiter__(self) -> Self:
+        return self
+
+    @folded
+    def __next__(self) -> T:
+        if not self._ready:
+            self._is_async = False
+            _now(self._advance())
+        if self._ready:
+            return self._ready.popleft()
+        raise StopIteration
+
+    async def __anext__(self) -> T:
+        if not self._ready:
+            self._is_async = True
+            try:
+                await self._advance()
+            except BaseException as error:
+                fold(error)
+                raise
+        if self._ready:
+            return self._ready.popleft()
+        raise StopAsyncIteration
+
+    @folded
+    def close(self) -> None:
+        """Leave the stream, as a loop's ``break`` does; waits until the source knows.
+
+        Nothing happens if the stream has ended.
+
+        Raises:
+            ObjcommError: whatever ``objcomm.broadcast`` raises.
+        """
+        self._is_async = False
+        _now(self._leave())
+
+    async def aclose(self) -> None:
+        """Do what ``close`` does, without blocking the event loop.
+
+        Raises:
+            ObjcommError: whatever ``objcomm.broadcast`` raises.
+        """
+        self._is_async = True
+        await self._leave()
+
+    def __del__(self) -> None:
+        # The other ranks wait, unless this process is only a fork of the rank.
+        is_open = getattr(self, "_feeds", None) and not self._is_over
+        if is_open and not sys.is_finalizing() and not self._group.is_of_the_parent:
+            self.close()
+
+    async def _advance(self) -> None:
+        """Make the next objects ready, unless the stream has ended."""
+        if self._is_over:
+            return
+        try:
+            await self._catch_up()
+            if self._feeds is None:
+                await self._open()
+            await (self._produce() if self._is_source else self._step())
+        except asyncio.CancelledError:
+            raise  # the step goes on, and the stream is still to be closed
+        except BaseException as error:
+            self._ready.clear()
+            feeds = self._feeds or ()
+            if self._is_source:
+                await self._end(error)
+            elif any(feed.is_over or feed.is_cut_off for feed in feeds):
+                self._release()
+            raise
+        if not self._ready:
+            self._release()
+
+    async def _open(self) -> None:
+        """Agree on a number that no open stream of this lane has on any rank, and create the feeds.
+
+        All is done on the thread that receives, because an awaiting task may be cancelled.
+        """
+        group = self._group
+        must_agree = f"{self._depth} {self._batch} {self._is_scattered}"
+        call = Call(
+            Operation.STREAM,
+            group=group,  # type: ignore[arg-type]  # objcomm's own state of the user's group
+            group_root=self._source,
+            has_root=True,
+            must_agree=must_agree,
+            async_op=self._is_async,
+            **self._options,
+        )
+        with call:
+            lane_name = "" if call.is_alone else call.exchange.lane.name
+
+            def taken() -> list[int]:
+                return [number for name, number in group.streams if name == lane_name]
+
+            rest = decide_in(call, taken, _free, is_part=_is_numbers, is_answer=_is_number)
+
+            def opened() -> None:
+                self._place = lane_name, rest()
+                group.streams.add(self._place)
+                self._feeds = self._make_feeds()
+
+            if not self._is_async:
+                opened()
+                return
+            work = call.later(opened)
+        await self._done(work)
+
+    def _make_feeds(self) -> list[_Feed[T]]:
+        group, source = self._group, self._source
+        readers = [rank for rank in range(group.size) if rank != source]
+        if not self._is_scattered:
+            members: list[tuple[Any, int]] = [(group, source)] if readers else []
+        else:
+            readers = readers if self._is_source else [group.rank]
+            members = [(group.part((source, rank)), 0) for rank in readers]
+        lane_name, number = self._place
+        window = 1 if settings().is_checked else max(1, self._depth // self._batch)
+        return [
+            _Feed(
+                members_group,
+                root,
+                created_at=self._created_at,
+                lane_name=f"{lane_name} {_NAME} {number}".strip(),
+                window=window,
+                # Several batches for each report: a report costs the source a call.
+                every=1 if self._is_scattered else max(1, window // 2),
+                source=source,
+                options=self._options | {"name": f"{self._options['name']} step".strip()},
+            )
+            for members_group, root in members
+        ]
+
+    async def _step(self) -> None:
+        """Receive the next batch, on a rank that is not the source."""
+        for feed in self._feeds or ():
+            if feed.owes_report:
+                await self._done(feed.report(is_async=self._is_async))
+            await self._done(feed.take(self._ready, is_async=self._is_async))
+
+    async def _produce(self) -> None:
+        """Give batches to the other ranks until there is one for this rank."""
+        feeds = self._feeds or []
+        while not self._ready and not self._is_over:
+            if await self._is_left():
+                await self._end()
+                return
+            batch = await self._pull()
+            if not batch:
+                await self._fail(self._error)
+                return
+            receivers = feeds
+            if self._is_scattered:
+                for feed in feeds:
+                    feed.poll()
+                free = [feed for feed in feeds if feed.has_room]
+                receivers = sorted(free, key=lambda feed: feed.unfinished)[:1]
+            if not self._is_scattered or not receivers:
+                self._ready.extend(batch)  # now, because an awaiting task may be cancelled
+            try:
+                for feed in receivers:
+                    await self._give(feed, batch)
+            except CollectiveError as error:
+                if error.__cause__ is None:  # of another rank, in a block that fails together
+                    raise
+                await self._fail(error.__cause__)
+
+    async def _is_left(self) -> bool:
+        """Wait until another batch may be sent; return whether a rank leaves the stream."""
+        feeds = self._feeds or []
+        for feed in feeds:
+            if self._is_scattered:  # this rank takes what no other has room for
+                feed.poll()
+            else:
+                while not feed.has_room:
+                    await self._done(feed.report(is_async=self._is_async))
+        return any(feed.is_left for feed in feeds)
+
+    async def _give(
+        self, feed: _Feed[T], batch: Sequence[T], error: BaseException | None = None
+    ) -> None:
+        # A rank that is busy must not keep a large object from being given to another rank.
+        is_async = self._is_async or self._is_scattered
+        work = feed.give(batch, error, is_async=is_async)
+        if self._is_scattered and not (batch and feed.is_over):  # unless it can't be encoded
+            feed.keep(work)
+        else:
+            await self._done(work)
+
+    async def _pull(self) -> list[T]:
+        """Take the next batch from the iterable; an empty one if it has ended or raised."""
+        batch: list[T] = []
+        while len(batch) < self._batch and self._iterable is not None:
+            try:
+                if self._is_async and hasattr(self._iterable, "__aiter__"):
+                    self._iterator = self._iterator or aiter(self._iterable)
+                    obj = await anext(self._iterator, _EXHAUSTED)
+                else:
+                    self._iterator = self._iterator or iter(self._iterable)
+                    obj = next(self._iterator, _EXHAUSTED)
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # noqa: BLE001  # raised on all ranks, after the batch
+                self._error = error
+                obj = _EXHAUSTED
+            if obj is _EXHAUSTED:
+                self._iterable = self._iterator = None
+            else:
+                batch.append(obj)
+        return batch
+
+    async def _fail(self, error: BaseException | None) -> None:
+        """End the stream by the source's own error, if there is one, and raise it."""
+        self._error = None
+        await self._end(error)
+        if error is not None:
+            failure = failure_of(error, self._source, self._created_at)
+            raise_together(_NAME, {self._source: failure}, error, self._source)
+
+    async def _end(self, error: BaseException | None = None) -> None:
+        """Tell all ranks that the stream has ended, or which error has ended it."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._iterable = self._iterator = None
+        raised: list[BaseException] = []
+        feeds = self._feeds or []
+        for feed in feeds:
+            try:
+                if not feed.is_over:
+                    await self._give(feed, (), error)
+            except BaseException as each:  # noqa: BLE001  # the other feeds must end, too
+                raised.append(each)
+        # After Ctrl-C nobody waits for the others.
+        for feed in feeds if error is None or isinstance(error, Exception) else ():
+            try:
+                for work in feed.outstanding():
+                    await self._done(work)
+                while feed.owes_report:
+                    await self._done(feed.report(is_async=self._is_async))
+            except BaseException as each:  # noqa: BLE001  # likewise
+                raised.append(each)
+        self._release()
+        if error is None and raised:
+            raise raised[0]
+
+    async def _leave(self) -> None:
+        self._ready.clear()
+        if self._is_over or self._feeds is None:
+            self._is_over = True
+            self._iterable = None
+            return
+        await self._catch_up()
+        try:
+            if any(feed.is_cut_off for feed in self._feeds):
+                return  # the error that did it ends the loops of the other ranks
+            if self._is_source:
+                await self._end()
+                return
+            for feed in self._feeds:
+                feed.is_leaving = True
+                while not feed.is_over:
+                    await self._step()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Note that the stream is over; its lanes may be used again if nothing is left on them."""
+        self._is_over = True
+        self._iterable = self._iterator = None
+        feeds = self._feeds
+        if feeds is not None and all(feed.is_cut_off or feed.is_settled for feed in feeds):
+            self._group.streams.discard(self._place)
+
+    async def _done(self, made: Any) -> Any:
+        """Wait for a work; anything else is a result."""
+        if not isinstance(made, Work):
+            return made
+        self._work = made
+        try:
+            return await made if self._is_async else made.wait()
+        finally:
+            if made.done():
+                self._work = None
+            del made  # it may hold an error, whose traceback holds this frame
+
+    async def _catch_up(self) -> None:
+        """Wait for a step whose task was cancelled: it has gone on."""
+        work, self._work = self._work, None
+        if work is not None and not work.done():
+            with contextlib.suppress(ObjcommError):
+                await self._done(work)
+
+
+def _now(steps: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that never suspends."""
+    with contextlib.suppress(StopIteration):
+        steps.send(None)
+
+
+def _free(taken: Sequence[Sequence[int]]) -> int:
+    """Return the smallest number that no rank has taken."""
+    found = set(itertools.chain.from_iterable(taken))
+    return next(number for number in itertools.count() if number not in found)
+
+
+def _is_number(obj: object) -> bool:
+    return type(obj) is int and obj >= 0
+
+
+def _is_numbers(obj: object) -> bool:
+    return type(obj) is list and all(map(_is_number, obj))
+
+
+def _is_batch(obj: object) -> bool:
+    return type(obj) is list
+
+
+class StreamOptions(CallOptions, total=False):
+    """The keywords of ``stream``."""
+
+    group_src: int | None
+    depth: int
+    batch: int
+    scatter: bool
+    codec: str | None
+    device: DeviceLike
+    accept: Iterable[str] | None
+    allow: Iterable[Allowed] | None
+
+
+@overload
+def stream(
+    iterable: None = None, src: int | None = None, **options: Unpack[StreamOptions]
+) -> Stream[Any]: ...
+@overload
+def stream(
+    iterable: Iterable[T] | AsyncIterable[T] | None,
+    src: int | None = None,
+    **options: Unpack[StreamOptions],
+) -> Stream[T]: ...
+def stream(
+    iterable: Iterable[Any] | AsyncIterable[Any] | None = None,
+    src: int | None = None,
+    *,
+    group_src: int | None = None,
+    depth: int = 4,
+    batch: int = 1,
+    scatter: bool = False,
+    name: str = "",
+    group: GroupLike = None,
+    timeout: Timeout = None,
+    codec: str | None = None,
+    device: DeviceLike = None,
+    accept: Iterable[str] | None = None,
+    allow: Iterable[Allowed] | None = None,
+) -> Stream[Any]:
+    """Iterate on every rank over the objects that one rank produces, or share them out.
+
+    Every rank of ``group`` must iterate over the result, in a ``for`` or ``async for`` loop. The
+    source's loop yields its own objects, and the other loops yield independent copies in the same
+    order. For example, one rank can read the data for all ranks.
+
+    The source takes an object from its iterable when its own loop asks for the next one, on the
+    same thread, and sends it before the body of its loop runs. It waits while a rank is ``depth``
+    objects behind. Objects of more than 1.5 MiB are handed over once all ranks ask for them. With
+    ``async for``, a wait for other ranks does not block the event loop, and the iterable may be
+    asynchronous.
+
+    A rank may leave its loop early, by ``break`` or an exception. It then waits until the source
+    asks for its next object. There the source's loop ends, and so do the other loops, at most
+    ``depth`` objects later, as if the iterable were exhausted. To raise the exception of one rank
+    on all ranks, put the loop into ``objcomm.fail_together``. A stream that is stored in a variable
+    must be closed if its loop may end early; see ``objcomm.Stream``.
+
+    The body of the loop may communicate, and open other streams. Each step of the loop acts as a
+    collective: if a rank makes another call instead, or dies, the waiting ranks raise.
+
+    Args:
+        iterable: what to iterate over, on the source; None on all other ranks.
+        src: global rank of the source.
+        group_src: the source as a rank within the group, instead of ``src``. With neither, the
+            group's first rank is the source.
+        depth: how many objects may have been sent to a rank that has not finished with them,
+            including the one in the body of its loop. The same on every rank.
+        batch: how many objects to send in one message, at most ``depth``. The source first takes
+            that many from its iterable, so use this only if the iterable is fast. The same on every
+            rank.
+        scatter: give each object to one rank only: to the rank with the fewest unfinished objects
+            or, while every other rank has ``depth`` of them, to the source itself. The source gives
+            out objects only when its loop asks for the next one. The same on every rank.
+        name: name of the stream; see ``objcomm.broadcast``.
+        group: process group or one-dimensional device mesh; None means the world.
+        timeout: seconds or timedelta, for each wait; None uses the group's timeout. Ranks wait
+            while another rank takes an object from the iterable, or is in the body of its loop, so
+            the timeout must be longer than both.
+        codec: name of the codec that encodes the objects.
+        device: device on which to place received tensors.
+        accept: codecs this rank accepts in this stream; see ``objcomm.configure``.
+        allow: what a received pickle may name in this stream; see ``objcomm.configure``.
+
+    Returns:
+        An iterator over the objects. The other ranks are asked first when it is.
+
+    Raises:
+        UsageError: an argument is invalid, the source has no iterable, or another rank passed one.
+            Raised on each such rank, before any traffic.
+        NotInGroupError: this rank is not a member of ``group``.
+        CollectiveError: the iterable raised, or an object could not be encoded. Raised in the loop
+            of every rank after the objects before it; on the source, chained to its own exception.
+        DecodeError: an object could not be rebuilt. Raised in the loop of that rank only.
+        ObjcommError: whatever else ``objcomm.broadcast`` raises, in the loops of the same ranks.
+
+    Examples:
+        >>> import objcomm
+        >>> prompts = ["hello", "good bye"] if objcomm.rank() == 0 else None
+        >>> for prompt in objcomm.stream(prompts):
+        ...     print(prompt)
+        hello
+        good bye
+    """
+    whole = resolve(group, _NAME)
+    source = whole.root(_NAME, src, group_src)
+    whole.deadline(_NAME, timeout)
+    check_name(name, _NAME)
+    kept = {"accept": _kept(accept), "allow": _kept(allow)}
+    Coding(codec, device, **kept, operation=_NAME)
+    counts = {"depth": whole_number(depth), "batch": whole_number(batch)}
+    for argument, count in counts.items():
+        if count is None or count < 1:
+            given = depth if argument == "depth" else batch
+            raise UsageError(f"stream: {argument}={given!r} must be a positive integer")
+    if batch > depth:
+        raise UsageError(
+            f"stream: batch={batch} is more than depth={depth}; the source can't be ahead by less "
+            "than it sends at a time"
+        )
+    is_source, own = whole.rank == source, whole.ranks[whole.rank]
+    if is_source and not any(hasattr(iterable, each) for each in _ITERABLE):
+        raise UsageError(
+            f"stream: global rank {own} is the source and must pass an iterable, not a "
+            f"{type(iterable).__name__}"
+        )
+    if not is_source and iterable is not None:
+        raise UsageError(
+            f"stream: global rank {own} passed an iterable, but the source is global rank "
+            f"{whole.ranks[source]}; pass None on all other ranks"
+        )
+    return Stream(
+        iterable,
+        whole,
+        source,
+        depth=int(depth),
+        batch=int(batch),
+        scatter=bool(scatter),
+        options={
+            "name": name,
+            "timeout": timeout,
+            "codec": codec,
+            "device": device,
+            **kept,
+        },
+    )
+
+
+def _kept(given: Any) -> Any:
+    """Return an option as every call of a stream can read it."""
+    return list(given) if isinstance(given, Iterator) else given

@@ -1,0 +1,547 @@
+"""stream: what each rank gets, how a stream ends, and what the source may be ahead."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import objcomm
+from objcomm import (
+    CollectiveError,
+    DecodeError,
+    DesyncError,
+    EncodeError,
+    ObjcommError,
+    TransportError,
+    TransportTimeout,
+    UsageError,
+)
+from objcomm._calls.group import resolve
+from tests.cases import case
+from tests.group.helpers import (
+    RefusesToArrive,
+    assert_group_works,
+    error_in,
+    hear,
+    in_thread,
+    is_said,
+    say,
+    subgroup,
+    tell_all,
+    when_main_thread_waits,
+)
+from tests.ranks import ranks, solo
+from tests.workers import here
+
+
+def stream(objs: Any, src: int = 0, **options: Any) -> Any:
+    """A stream of what rank ``src`` of the group iterates over."""
+    is_source = objcomm.rank(options.get("group")) == src
+    return objcomm.stream(objs if is_source else None, group_src=src, **options)
+
+
+def take(objs: Any, src: int = 0, **options: Any) -> list[Any]:
+    """All objects that this rank gets."""
+    return list(stream(objs, src, **options))
+
+
+def take_async(objs: Any, src: int = 0, **options: Any) -> list[Any]:
+    """The same by an asynchronous loop."""
+
+    async def taken() -> list[Any]:
+        return [each async for each in stream(objs, src, **options)]
+
+    return asyncio.run(taken())
+
+
+def of_all_ranks(mine: Any, group: Any = None) -> list[Any]:
+    """The objects that all ranks got together, sorted."""
+    return sorted(itertools.chain.from_iterable(objcomm.all_gather(mine, group=group)))
+
+
+async def slowly(objs: Any) -> AsyncIterator[Any]:
+    """An asynchronous iterable that lets other tasks run."""
+    for each in objs:
+        await asyncio.sleep(0)
+        yield each
+
+
+def failing_after(count: int) -> Iterator[int]:
+    """An iterable that raises after so many objects."""
+    yield from range(count)
+    raise LookupError("no more")
+
+
+#: depth, batch
+SHAPES = [(1, 1), (2, 1), (3, 1), (4, 1), (4, 4), (9, 2)]
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("taken", [take, take_async])
+def test_all_ranks_get_the_same_objects_in_order(taken: Callable[..., list[Any]]) -> None:
+    for src, (depth, batch) in itertools.product(range(objcomm.world_size()), SHAPES):
+        for count in (0, 1, depth, 2 * depth + 1):
+            with case(src, depth, batch, count):
+                want = [{"at": at, "text": "x" * at} for at in range(count)]
+                assert taken(iter(want), src, depth=depth, batch=batch) == want
+    assert_group_works()
+
+
+@ranks(1, 3, 4)
+@pytest.mark.parametrize("taken", [take, take_async])
+def test_shared_out_each_object_goes_to_one_rank(taken: Callable[..., list[Any]]) -> None:
+    for src, (depth, batch) in itertools.product(range(objcomm.world_size()), SHAPES):
+        for count in (0, 1, 20):
+            with case(src, depth, batch, count):
+                mine = taken(range(count), src, depth=depth, batch=batch, scatter=True)
+                assert mine == sorted(mine)
+                assert of_all_ranks(mine) == list(range(count))
+    assert_group_works()
+
+
+@ranks(3, 4)
+@pytest.mark.parametrize("scatter", [False, True])
+def test_a_subgroup_without_rank_0_has_its_own_stream(*, scatter: bool) -> None:
+    with subgroup(1, 2) as group:
+        if here().rank in {1, 2}:
+            for src in range(2):
+                mine = take("abc", src, group=group, scatter=scatter)
+                assert of_all_ranks(mine, group) == sorted("abc" * (1 if scatter else 2))
+            error = error_in(CollectiveError, lambda: take(failing_after(0), 1, group=group))
+            assert set(error.failures) == {1}
+    assert_group_works()
+
+
+@ranks(2)
+def test_an_object_is_the_sources_own_there_and_a_copy_elsewhere() -> None:
+    given: list[Any] = [
+        np.arange(250_000) + at for at in range(5)
+    ]  # 2 MB each, so in shared memory
+    for at, got in enumerate(stream(given, batch=2)):
+        assert (got is given[at]) == (here().rank == 0)
+        assert np.array_equal(got, np.arange(250_000) + at)
+        if here().rank == 1:
+            got[:] = 0
+    for mine in take(iter(given), 0, scatter=True):
+        assert mine[1] == mine[0] + 1
+    assert_group_works()
+
+
+# ---------------------------------------------------------------------- errors at their place
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_error_of_the_iterable_is_raised_on_all_ranks_after_the_objects_before(
+    *, scatter: bool, is_async: bool
+) -> None:
+    async def collect(src: int, count: int, got: list[int], **options: Any) -> None:
+        async for each in stream(failing_after(count), src, **options):
+            got += [each]
+
+    def collected(src: int, count: int, got: list[int], **options: Any) -> None:
+        if is_async:
+            asyncio.run(collect(src, count, got, **options))
+            return
+        for each in stream(failing_after(count), src, **options):
+            got += [each]
+
+    for src, (depth, batch) in itertools.product(range(objcomm.world_size()), SHAPES):
+        for count in (0, 1, 5):
+            got: list[int] = []
+            options = {"depth": depth, "batch": batch, "scatter": scatter}
+            with case(src, options, count):
+                error = error_in(
+                    CollectiveError,
+                    lambda: collected(src, count, got, **options),  # noqa: B023  # called here
+                )
+                assert set(error.failures) == {src}
+                assert error.failures[src].type_name == "LookupError"
+                assert isinstance(error.__cause__, LookupError) == (here().rank == src)
+                times = 1 if scatter else objcomm.world_size()
+                assert of_all_ranks(got) == sorted([*range(count)] * times)
+    assert_group_works()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("scatter", [False, True])
+def test_an_object_that_cannot_be_sent_fails_on_all_ranks(*, scatter: bool) -> None:
+    for src in range(objcomm.world_size()):
+        objs: list[Any] = [1, 2, (each for each in ""), 4]
+        error = error_in(CollectiveError, lambda: take(iter(objs), src, scatter=scatter))  # noqa: B023  # called here
+        assert set(error.failures) == {src}
+        assert isinstance(error.__cause__, EncodeError) == (here().rank == src)
+        assert take("ok", src) == ["o", "k"]
+
+
+@ranks(3)
+def test_an_object_that_one_rank_cannot_rebuild_raises_there_and_the_loop_may_go_on() -> None:
+    objs = [0, RefusesToArrive(2), 2]
+    numbers = stream(objs)
+    assert next(numbers) == 0
+    if here().rank == 2:
+        error_in(DecodeError, lambda: next(numbers))
+    else:
+        next(numbers)
+    assert list(numbers) == [2]
+    assert_group_works()
+
+
+# ---------------------------------------------------------------------- leaving early
+
+
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("how", ["break", "raise", "close"])
+def test_a_rank_that_leaves_ends_the_loops_of_all(how: str) -> None:
+    class Stop(Exception):
+        pass
+
+    size = objcomm.world_size()
+    for leaver, src, place in itertools.product(range(size), {0, size - 1}, (0, 1, 2, 5)):
+        for depth, batch, scatter in ((1, 1, False), (4, 1, False), (4, 2, False), (2, 1, True)):
+            if scatter and leaver == src:
+                continue  # it may get none, while the others are fast
+            count = 0
+            with case(leaver, src, place, depth, batch, scatter), contextlib.suppress(Stop):
+                numbers = stream(itertools.count(), src, depth=depth, batch=batch, scatter=scatter)
+                if how != "close":  # only the loop refers to it
+                    box = [numbers]
+                    del numbers
+                for _ in numbers if how == "close" else box.pop():
+                    if here().rank == leaver and count == place:
+                        if how == "raise":
+                            raise Stop
+                        if how == "close":
+                            numbers.close()
+                        break
+                    count += 1
+            if not scatter:
+                counts = objcomm.all_gather(count)
+                assert counts[leaver] == place
+                assert all(place <= each <= place + depth for each in counts), counts
+            assert take("ok", src) == ["o", "k"]
+    assert_group_works()
+
+
+@ranks(3)
+def test_what_a_body_raises_is_raised_everywhere_by_a_block_that_fails_together() -> None:
+    for failing in range(3):
+
+        def loop() -> None:
+            with objcomm.fail_together():
+                for each in stream(itertools.count()):
+                    if here().rank == failing and each == 3:  # noqa: B023  # called here
+                        raise LookupError("bad batch")
+
+        error = error_in(CollectiveError, loop)
+        assert set(error.failures) == {failing}
+        assert take("ok") == ["o", "k"]
+
+
+# ---------------------------------------------------------------------- what may be ahead
+
+
+@ranks(2)
+@pytest.mark.parametrize(("depth", "batch"), SHAPES)
+@pytest.mark.parametrize("scatter", [False, True])
+def test_the_source_is_at_most_depth_objects_ahead(
+    depth: int, batch: int, *, scatter: bool
+) -> None:
+    topic = f"ahead {depth} {batch} {scatter}"
+    sent = 0
+
+    def counted() -> Iterator[int]:
+        nonlocal sent
+        for sent in itertools.count(1):  # noqa: UP028  # sent is read outside
+            yield sent
+
+    numbers = stream(counted(), depth=depth, batch=batch, scatter=scatter)
+    most = depth // batch * batch
+    first = next(numbers)
+    if here().rank == 1:
+        assert first == 1
+        hear(topic)
+    elif scatter:  # it gets what the other rank has no room for
+        assert first == most + 1
+        say(topic)
+    else:
+        reached = []
+
+        def is_full() -> None:
+            reached.append(sent)
+            say(topic)
+
+        watch = when_main_thread_waits(is_full)
+        for _ in numbers:
+            assert sent <= most or is_said(topic)
+        watch.join()
+        assert reached == [most]
+    numbers.close()
+    assert_group_works()
+
+
+@ranks(2)
+def test_a_busy_rank_keeps_no_large_object_from_the_source() -> None:
+    arrays = (np.full(500_000, at) for at in range(6))
+    mine = []
+    for array in stream(arrays, scatter=True, depth=1):
+        mine.append(int(array[0]))
+        if here().rank == 1:
+            hear("the source is done")
+        elif len(mine) == 4:
+            say("the source is done")
+    assert of_all_ranks(mine) == list(range(6))
+
+
+# ---------------------------------------------------------------------- several streams
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("scatter", [False, True])
+def test_streams_may_be_open_at_the_same_time_and_inside_each_other(*, scatter: bool) -> None:
+    size = objcomm.world_size()
+    lanes = []
+    for _ in range(2):
+        pairs = list(zip(stream("abc"), stream(range(10), size - 1), strict=False))
+        assert pairs == [("a", 0), ("b", 1), ("c", 2)]
+        found = []
+        for outer in stream("ab", 1):
+            objcomm.barrier()
+            inner = take([outer + each for each in "xyz"], 0, scatter=scatter)
+            found.append(of_all_ranks(inner))
+            for each in stream("left early", size - 1):
+                assert each == "l"
+                break
+        once = 1 if scatter else size
+        assert found == [sorted([at + each for each in "xyz"] * once) for at in "ab"]
+        mesh = resolve(None).mesh
+        assert mesh is not None
+        lanes.append(set(mesh.lanes))
+    assert lanes[0] == lanes[1]
+
+
+@ranks(2)
+def test_a_second_thread_has_its_own_streams() -> None:
+    def other() -> None:
+        with objcomm.lane("other"):
+            assert take(range(100), 1) == list(range(100))
+
+    assert take("before") == list("before")
+    thread = in_thread(other)
+    assert take(range(100)) == list(range(100))
+    thread.join()
+    assert take("after") == list("after")
+
+
+# ---------------------------------------------------------------------- asyncio
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("scatter", [False, True])
+def test_the_event_loop_runs_while_a_stream_waits(*, scatter: bool) -> None:
+    async def main() -> list[int]:
+        went: list[int] = []
+        waits = asyncio.Event()
+
+        async def given() -> AsyncIterator[int]:
+            for at in range(5):
+                await waits.wait()
+                yield at
+
+        async def loop() -> None:
+            async for each in stream(given(), scatter=scatter):
+                went[:] += [each]
+
+        task = asyncio.create_task(loop())
+        await asyncio.sleep(0.05)
+        assert not went or here().rank > 0
+        waits.set()
+        await task
+        return went
+
+    times = 1 if scatter else objcomm.world_size()
+    assert of_all_ranks(asyncio.run(main())) == sorted([*range(5)] * times)
+
+
+@ranks(2)
+def test_a_cancelled_step_loses_no_object() -> None:
+    async def main() -> list[int]:
+        numbers = stream(slowly(range(8)), depth=1)
+        got = []
+        if here().rank == 1:
+            task = asyncio.ensure_future(anext(numbers))
+            await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                got.append(await task)
+        return [*got, *[each async for each in numbers]]
+
+    assert asyncio.run(main()) == list(range(8))
+    assert_group_works()
+
+
+@ranks(3)
+def test_an_asynchronous_loop_may_be_left_early() -> None:
+    async def main(leaver: int) -> None:
+        async with contextlib.aclosing(stream(slowly(itertools.count()))) as numbers:
+            async for each in numbers:
+                if here().rank == leaver and each == 3:
+                    break
+
+    for leaver in range(3):
+        asyncio.run(main(leaver))
+        assert take("ok") == ["o", "k"]
+
+
+# ---------------------------------------------------------------------- other calls, and deaths
+
+
+@ranks(3)
+def test_a_rank_that_makes_another_call_instead_is_named_with_both_lines() -> None:
+    def loop() -> None:
+        for _ in stream(itertools.count()):
+            pass
+
+    error = error_in(DesyncError, objcomm.barrier if here().rank == 1 else loop)
+    assert {each.operation for each in error.positions.values()} == {"stream", "barrier"}
+    assert_group_works()
+
+
+@ranks(2, 3)
+def test_a_rank_that_forgets_its_open_stream_is_named() -> None:
+    numbers = stream(itertools.count(), depth=2)
+
+    def loop() -> None:
+        for _ in numbers:
+            if here().rank == 1:
+                objcomm.barrier()
+
+    error = error_in(DesyncError, loop)
+    assert {each.operation for each in error.positions.values()} >= {"stream", "barrier"}
+    numbers.close()
+    tell_all("all have raised", "")
+    assert_group_works()
+
+
+@ranks(2)
+def test_ranks_with_other_options_differ() -> None:
+    error = error_in(DesyncError, lambda: take("abc", depth=2 + here().rank))
+    assert "depth=" in error.reason
+    assert_group_works()
+
+
+@ranks(2, disposable=True)
+def test_a_stream_does_not_survive_its_connections() -> None:
+    numbers = stream(itertools.count())
+    assert next(numbers) == 0
+    error_in(DesyncError, objcomm.barrier if here().rank else lambda: objcomm.gather(1))
+    error = error_in(UsageError, lambda: next(numbers))
+    assert "open a new stream" in str(error)
+    numbers.close()
+    assert take("ok") == ["o", "k"]
+
+
+@ranks(2, disposable=True)
+def test_a_body_that_takes_longer_than_the_limit_is_named() -> None:
+    numbers = stream(itertools.count(), depth=1, timeout=0.5)
+    next(numbers)
+    if here().rank == 0:
+        error = error_in(TransportTimeout, lambda: next(numbers))
+        assert error.peers == (1,)
+        say("raised")
+    else:
+        hear("raised")
+        error_in(TransportTimeout, lambda: next(numbers))
+    numbers.close()
+
+
+def _dies(victim: int, place: int, *, scatter: bool) -> None:
+    def given() -> Iterator[int]:
+        for at in itertools.count():
+            if victim == here().rank and at == place:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield at
+
+    def loop() -> None:
+        for count, _ in enumerate(stream(given(), scatter=scatter)):
+            if here().rank == victim and count == place:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    error = error_in(ObjcommError, loop)
+    if isinstance(error, CollectiveError):  # of the source, which has noticed the death
+        assert scatter
+        assert error.failures[0].type_name == "objcomm.TransportError"
+    else:
+        assert isinstance(error, TransportError)
+        assert error.peers == ((1,) if scatter and victim == 2 else (victim,)), error
+
+
+@ranks(3, expect_dead={0})
+@pytest.mark.parametrize("place", [0, 3])
+@pytest.mark.parametrize("scatter", [False, True])
+def test_all_ranks_hear_of_a_source_that_is_killed(place: int, *, scatter: bool) -> None:
+    _dies(0, place, scatter=scatter)
+
+
+@ranks(3, expect_dead={2})
+@pytest.mark.parametrize("place", [0, 3])
+@pytest.mark.parametrize("scatter", [False, True])
+def test_all_ranks_hear_of_a_reader_that_is_killed(place: int, *, scatter: bool) -> None:
+    _dies(2, place, scatter=scatter)
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+@ranks(2)
+def test_a_wrong_argument_is_an_error_before_any_traffic() -> None:
+    is_source = here().rank == 0
+    for options in (
+        {"depth": 0},
+        {"depth": 2.5},
+        {"depth": True},
+        {"batch": -1},
+        {"depth": 2, "batch": 3},
+        {"timeout": 0},
+        {"name": 3},
+        {"codec": "no such"},
+        {"device": "no such"},
+        {"allow": ["no.such"]},
+        {"group_src": 2},
+    ):
+        with case(options):
+            wrong: Any = options
+            error_in(UsageError, lambda: objcomm.stream("abc" if is_source else None, **wrong))  # noqa: B023  # called here
+    for wrong in (None, 5):
+        assert "must pass an iterable" in str(
+            error_in(UsageError, lambda: objcomm.stream(wrong, here().rank))  # noqa: B023  # called here
+        )
+    message = str(error_in(UsageError, lambda: objcomm.stream("abc", 1 - here().rank)))
+    assert "pass None on all other ranks" in message
+    assert take("ok", codec="msgpack", accept=iter(["msgpack"])) == ["o", "k"]
+    assert take(["with a key"], timeout=60, name="named") == ["with a key"]
+
+
+@ranks(2, disposable=True, environment={"OBJCOMM_CHECK": "1"})
+def test_ranks_that_agree_on_every_call_are_not_ahead() -> None:
+    for scatter in (False, True):
+        mine = take(range(9), scatter=scatter)
+        assert of_all_ranks(mine) == sorted([*range(9)] * (1 if scatter else 2))
+
+
+@solo()
+def test_without_a_process_group_the_objects_come_back() -> None:
+    assert take(iter("abc")) == ["a", "b", "c"]
+    assert take_async(slowly("abc"), scatter=True) == ["a", "b", "c"]
+    error = error_in(CollectiveError, lambda: take(failing_after(1)))
+    assert isinstance(error.__cause__, LookupError)
+    for each in objcomm.stream(itertools.count()):
+        if each == 3:
+            break
