@@ -144,6 +144,12 @@ def test_what_they_say_is_true(printed_in: Callable[[str], Printed]) -> None:
     assert right > 0.85 * TESTED
     assert loss < 0.5
 
+    batches, loss = found(
+        rf"{_NUMBER} batches, loaded once; rate \S+ ends with loss {_NUMBER}", said["one_loader"]
+    )
+    assert batches == 5 * 30  # epochs, each of 1200 images in batches of 40
+    assert loss < 0.5
+
     text = load_digits().DESCR
     words, loss = found(rf"{_NUMBER} words known, loss {_NUMBER} of .*", said["fsdp_tokenizer"])
     assert words == len(set(re.findall(r"\w+|[^\w\s]", text)))

@@ -1,8 +1,8 @@
 """``stream``: all ranks iterate over the objects that one rank produces, or share them out.
 
-A *feed* carries the objects from the source to some ranks by calls on two lanes of its own: one for
+A *feed* carries the objects from the source to some ranks by calls on its own two lanes: one for
 the objects, and one for the other ranks' reports that they have finished with some. So the source
-may be ahead of the others, calls in the loop's body are not affected, and each call keeps the
+may be ahead of the others, calls in the body of the loop are not affected, and each call keeps the
 promises of a collective. A stream has one feed to all ranks or, if it shares the objects out, one
 feed to each rank.
 """
@@ -348,7 +348,7 @@ class Stream(Generic[T]):
                 await self._open()
             await (self._produce() if self._is_source else self._step())
         except asyncio.CancelledError:
-            raise  # the step goes on, and the stream is still to be closed
+            raise  # the step continues, and the stream is still to be closed
         except BaseException as error:
             self._ready.clear()
             feeds = self._feeds or ()
@@ -574,7 +574,7 @@ class Stream(Generic[T]):
             del made  # it may hold an error, whose traceback holds this frame
 
     async def _catch_up(self) -> None:
-        """Wait for a step whose task was cancelled: it has gone on."""
+        """Wait for the step of a task that was cancelled, because it continues."""
         work, self._work = self._work, None
         if work is not None and not work.done():
             with contextlib.suppress(ObjcommError):
