@@ -213,9 +213,10 @@ class _Feed(Generic[T]):
         self, lane_name: str, first: Callable[[Call], Callable[[], None]], *, is_async: bool
     ) -> Work[None] | None:
         """Make a call; ``first`` encodes and returns the rest, in which ranks wait."""
-        mesh = self._group.mesh
-        is_replaced = mesh is None or mesh.nonce != self._nonce
-        if self.is_cut_off and (is_replaced or not mesh.is_owed_by(threading.current_thread())):
+        mesh, thread = self._group.mesh, threading.current_thread()
+        if self.is_cut_off and not (
+            mesh is not None and mesh.nonce == self._nonce and mesh.is_owed_by(thread)
+        ):
             raise UsageError(
                 f"stream: the stream created at {self._created_at} can't continue, because "
                 "an error has closed the connections that it began on; open a new stream"
