@@ -670,6 +670,7 @@ NAMES_ELSEWHERE = {
     "Get_rank": "rank",
     "Get_size": "world_size",
     "PartialState": "init",
+    "Shrink": "survivors",
     "Split": "split",
     "Split_type": "node_group",
     "all_gather_object": "all_gather",

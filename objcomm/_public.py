@@ -25,6 +25,7 @@ try:
     from objcomm._collectives.reduction.reduce import all_reduce, exscan, reduce, scan
     from objcomm._collectives.scatter import all_to_all, reduce_scatter, scatter
     from objcomm._collectives.split import dup, leaders, new_group, node_group, split
+    from objcomm._collectives.survivors import survivors
     from objcomm._config import check, configure
     from objcomm._failures.activity import Activity, RankActivity, monitor
     from objcomm._observe.history import OperationStats
@@ -188,6 +189,7 @@ __all__ = [
     "ssend",
     "stats",
     "stream",
+    "survivors",
     "to_tensor",
     "wait_all",
     "world_size",

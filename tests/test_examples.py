@@ -22,7 +22,8 @@ from tests.once import once
 
 _ROOT = Path(__file__).parents[1]
 _EXAMPLES = _ROOT / "examples"
-NAMES = sorted(path.stem for path in _EXAMPLES.glob("[!_]*.py"))
+OWN_START = "survive_a_death"  # starts its ranks itself
+NAMES = sorted({path.stem for path in _EXAMPLES.glob("[!_]*.py")} - {OWN_START})
 TIMED = "replace_broadcast_object_list"  # its figures vary between runs
 
 # Only a hang takes this long: two ranks import torch, scikit-learn, accelerate and Lightning, on a
@@ -203,6 +204,12 @@ def test_what_they_say_is_true(printed_in: Callable[[str], Printed]) -> None:
 
 
 @pytest.mark.long
+def test_survivors_of_a_death_end_with_the_model_of_as_many_ranks() -> None:
+    printed = started(command(0, f"examples/{OWN_START}.py"))
+    assert printed == "after step 10, as with three ranks: True\n"
+
+
+@pytest.mark.long
 def test_an_example_runs_as_its_first_lines_say() -> None:
     text = started(command(3, "examples/streaming_statistics.py"))
     assert text.startswith("1797 rows; ")
@@ -249,4 +256,6 @@ def test_the_notebook_shows_what_it_gives_when_it_is_run() -> None:
 def test_the_page_shows_every_program() -> None:
     """MkDocs includes a file only if this mark is exact, and otherwise shows the mark as text."""
     page = (_ROOT / "docs" / "examples.md").read_text()
-    assert sorted(re.findall(r'^--8<-- "examples/(\w+)\.py"$', page, re.MULTILINE)) == NAMES
+    assert sorted(re.findall(r'^--8<-- "examples/(\w+)\.py"$', page, re.MULTILINE)) == sorted(
+        [*NAMES, OWN_START]
+    )

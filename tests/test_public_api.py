@@ -34,7 +34,7 @@ WANTED = {
     "Work", "as_completed", "wait_all",
     "lane", "stats", "reset_stats", "OperationStats", "register", "configure",
     "codecs.register_codec", "Op",
-    "split", "dup", "new_group", "node_group", "leaders",
+    "split", "dup", "new_group", "node_group", "leaders", "survivors",
     "run_on_main", "run_once_per_node", "main_process_only", "once_per_node",
     "main_first", "node_first", "compute_and_broadcast", "broadcast_file",
     "rank_prefixed_message",

@@ -15,6 +15,7 @@ _DEADLINE_S = 280.0
 
 _PROGRAM = """
 import os
+import signal
 import sys
 import objcomm
 
@@ -26,6 +27,13 @@ assert objcomm.all_gather(rank, group=group) == [0, 1, 2]
 assert objcomm.sendrecv(rank, (rank + 1) % 3, (rank - 1) % 3) == (rank - 1) % 3
 if attempt == 0 and rank == 1:
     os._exit(3)
+if attempt == 0:
+    try:
+        objcomm.barrier()
+    except objcomm.TransportError:
+        objcomm.survivors()
+    signal.pause()  # torchrun ends this rank
+assert objcomm.world_size(objcomm.survivors()) == 3
 told = objcomm.all_gather((attempt, rank))
 objcomm.barrier(group=group)
 sys.stdout.write(f"{told}\\n")  # in one piece: three ranks write

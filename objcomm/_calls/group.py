@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from types import TracebackType
@@ -101,6 +102,7 @@ class Group:
         self.hosts: tuple[str, ...] = ()
         self.streams: set[tuple[str, int]] = set()
         self._near: dict[str, weakref.ref[Any]] = {}  # by the lane's name
+        self._agreements = Counter[str]()  # likewise
         self._turns = threading.RLock()
         self._turn = Alone("a call")
         self._channels: dict[tuple[int, ...], Channel] = {}  # by the ranks that they connect
@@ -251,6 +253,19 @@ class Group:
         self._near[_lane_name.get()] = weakref.ref(process_group)
 
     @property
+    def agreement(self) -> str:
+        """The store key of the calling lane's next agreement on which ranks are alive.
+
+        A lane's calls are the same on all ranks, so all ranks count the same agreements.
+        """
+        lane = _lane_name.get()
+        return f"survivors/{self.name}/{lane}/{self._agreements[lane]}"
+
+    def has_agreed(self) -> None:
+        """Count an agreement of the calling thread's lane, whose key is not used again."""
+        self._agreements[_lane_name.get()] += 1
+
+    @property
     def is_of_the_parent(self) -> bool:
         """Whether this process was forked after the group was created."""
         return self._forks != inheritance.forks
@@ -345,11 +360,20 @@ class Group:
             if part is None or part.is_broken:
                 if part is not None:
                     part.let_go()
-                name = f"{self.name}, a group of {_listed([self.ranks[each] for each in members])}"
-                recorder = self.recorder.among(members, name)
-                part = Group(self.process_group, self._world(), recorder)
-                part.device_backends = {}
-                self._parts[members] = part
+                listed = _listed([self.ranks[each] for each in members])
+                part = self._parts[members] = self.new_part(members, f"a group of {listed}")
+        return part
+
+    def new_part(self, members: tuple[int, ...], name: str) -> "Group":
+        """Do what ``part`` does, but never return the same part twice.
+
+        Args:
+            members: as for ``part``.
+            name: the name of the part within this group; the same on each of its ranks.
+        """
+        recorder = self.recorder.among(members, f"{self.name}, {name}")
+        part = Group(self.process_group, self._world(), recorder)
+        part.device_backends = {}
         return part
 
     @property

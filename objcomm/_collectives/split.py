@@ -277,7 +277,7 @@ def new_group(
     with _call(operation, name=name, group=part, timeout=timeout) as call:
         words = _told(call, word)
     everyone = tuple(range(part.size))
-    made = _connected(operation, name, (everyone, _name(everyone, words)), part, deadline)
+    made = connected(operation, name, (everyone, _name(everyone, words)), part, deadline)
     return cast("dist.ProcessGroup", made)
 
 
@@ -461,7 +461,7 @@ def _divided(
         return nothing if mine is None else living[mine]
     is_lacking = mine is not None and parts[mine] not in old
     plan = (mine, parts[mine]) if mine is not None and is_lacking else None
-    made = _connected(operation, name, plan, group, deadline)
+    made = connected(operation, name, plan, group, deadline)
     if made is None:
         return nothing if mine is None else living[mine]
     if mine is not None and not is_always_new:
@@ -504,24 +504,40 @@ def word_of(plain: Any) -> _Word:
 
 def _name(members: Members, words: Sequence[_Word]) -> str:
     """Return a name that all members already have for their group, or a new name."""
-    number = fingerprint(",".join(map(str, members)))
     known = set.intersection(*(set(words[rank].names) for rank in members))
-    stem = _NAME.format(members=number, fresh="")
+    stem = fresh_name(members, "")
     new = stem + words[members[0]].fresh
     return min((name for name in known if name.startswith(stem)), default=new)
 
 
-def _connected(
+def fresh_name(members: Members, fresh: str) -> str:
+    """Return a name for a new group of ``members``; ``fresh`` is unique, and the same on all."""
+    number = fingerprint(",".join(map(str, members)))
+    return _NAME.format(members=number, fresh=fresh)
+
+
+def connected(  # noqa: C901  # one linear sequence of steps
     operation: Operation,
     name: str,
     plan: tuple[Members, str] | None,
     group: GroupLike,
     deadline: Deadline,
+    *,
+    decide: Callable[[bool], bool] = bool,
 ) -> "dist.ProcessGroup | None":
     """Create the process group of ``plan``; return it once every rank of ``group`` has its own.
 
     Every rank of ``group`` calls this if any rank needs a new group; a rank without a plan gets
     None.
+
+    Args:
+        operation: the operation that the user called.
+        name: the name of this call.
+        plan: the ranks within ``group`` of this rank's new group, and its name.
+        group: the ranks that call this.
+        deadline: how long all of this may take.
+        decide: called once this rank has its new group, with whether all other ranks are known to
+            have theirs. Returns whether the ranks keep them; by default, each decides alone.
     """
     made: list[dist.ProcessGroup] = []
 
@@ -548,10 +564,13 @@ def _connected(
     try:
         with begin(timeout=deadline.seconds_left, must_agree="connect") as call:
             all_gather_in(call, None, check=check)()
-    except BaseException:
-        for each in made:
-            dist.destroy_process_group(each)
-        raise
+        decide(True)  # noqa: FBT003  # a callback's only argument
+    except BaseException as error:
+        is_kept = bool(made) and decide(False)  # noqa: FBT003  # likewise
+        if not is_kept or not isinstance(error, Exception):
+            for each in made:
+                dist.destroy_process_group(each)
+            raise
     finally:
         failed.clear()  # an error's traceback keeps this frame alive
     for each in made:

@@ -19,7 +19,7 @@ from objcomm._failures.verdict import DESTROYED, FAREWELLS, Cause, Verdict, nonc
 from objcomm._transport.link import HOST_LOST, PEER_LOST, LinkClosed, LinkRefused, LinkUnreachable
 from objcomm._transport.store import reason_of
 from objcomm._wire.header import Operation
-from objcomm.errors import TransportError, TransportTimeout
+from objcomm.errors import CIRCLE, TransportError, TransportTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, MutableSet, Sequence
@@ -42,8 +42,8 @@ _WORD_WITHIN_SECONDS = 1.0
 _WORD_PAUSE_SECONDS = 0.05
 # How long to ask the store which rank has died before relying on this rank's own connections.
 _NAMED_WITHIN_SECONDS = 1.0
-# A live rank answers within this time. A death is still reported within 2 s.
-_SURELY_ANSWERED_SECONDS = 1.0
+#: A live rank answers within this time. A death is still reported within 2 s.
+SURELY_ANSWERED_SECONDS = 1.0
 # The store itself may have been silent that long, so this many checks must have found no answer.
 _LOOKS_IN_VAIN = 3
 # The longest interval after which Linux retransmits unacknowledged data (TCP_RTO_MAX).
@@ -264,6 +264,11 @@ def is_deadlock_of_the_dead(board: Board, meshes: Sequence[Mesh], conflict: Dead
         if mesh.verdict is None and mesh.name in groups:
             learn_ends(board, mesh)
             died = loss_among(mesh, mesh.others, patience_seconds=0.0)
+            whole = None if mesh.whole is None else mesh.whole()
+            if died is None and whole is not None and conflict.reason == CIRCLE:
+                # The other rank has given up the group, for example in ``survivors``.
+                ended = whole.verdict or board.look(whole.nonce)
+                died = ended if ended is not None and ended.cause is Cause.LOST else None
             found |= died is not None
             if died is not None:
                 mesh.settle_on(board, died._replace(is_final=True))
@@ -548,7 +553,7 @@ def _dead(
                 for world in worlds:
                     call_far(world, [rank])
             continue
-        patience = _LATE_AFTER_OUTAGE_SECONDS if was_cut_off[rank] else _SURELY_ANSWERED_SECONDS
+        patience = _LATE_AFTER_OUTAGE_SECONDS if was_cut_off[rank] else SURELY_ANSWERED_SECONDS
         if now - since > patience and looks >= _LOOKS_IN_VAIN:
             dead.append(peer)
     return tuple(dead)

@@ -77,6 +77,7 @@ class Mesh:
         lanes: the lanes by name.
         link: the connections, once the ranks have met.
         verdict: what ended it, as this rank raises it.
+        posted_verdict: the same as the ranks agreed on it, not as seen by this rank.
         number: a hash of the nonce, carried in headers, once the ranks have met.
         outlives: the name of a verdict that was known before the ranks met, so it does not concern
             the traffic of this mesh.
@@ -123,7 +124,7 @@ class Mesh:
         self.heard: Verdict | None = None
         self.at_end: list[Callable[[], object]] = []
         self._listens_until = 0.0
-        self._told: Verdict | None = None  # the verdict as posted, not as seen by this rank
+        self.posted_verdict: Verdict | None = None
         self._secret: bytes | None = None  # derived from the user's key
         self._reported = history.refused[0]
         self.is_closed = False
@@ -529,7 +530,7 @@ class Mesh:
 
     def _farewell(self) -> bytes:
         """Return this rank's farewell: the ranks whose loss makes it close its connections."""
-        verdict = self._told
+        verdict = self.posted_verdict
         lost = verdict.ranks if verdict is not None and verdict.cause is Cause.LOST else ()
         # Ranks come from the store, to which other programs may have access.
         if not lost or not {*lost} <= {*self.members}:
@@ -554,6 +555,7 @@ class Mesh:
         """
         with self._lock:
             if self.verdict is not None:
+                self.posted_verdict = standing
                 standing = standing.seen_by(self.rank, self.others)
                 self.verdict = standing._replace(name=self.verdict.name)
 
@@ -575,7 +577,7 @@ class Mesh:
             standing = self.verdict
             posted, verdict = verdict, verdict.seen_by(self.rank, self.others)
             if standing is None:
-                self._told = posted
+                self.posted_verdict = posted
                 self.verdict = verdict
                 # Only a desync concerns all ranks; a timeout or Ctrl-C is this rank's own matter.
                 if verdict.cause is Cause.DESYNC:

@@ -221,6 +221,11 @@ class Board(Reader):
         standing = self._store.compare_set(f"verdict/{key}", "", pack_record(verdict))
         return self.take_in(key, standing)
 
+    def revise(self, key: str, before: Verdict, after: Verdict) -> Verdict:
+        """Replace a verdict unless another rank has done so; return the one in the store."""
+        held = self._store.compare_set(f"verdict/{key}", pack_record(before), pack_record(after))
+        return self.take_in(key, held)
+
     def look(self, key: str) -> Verdict | None:
         """Return the verdict in the store, if there is one."""
         raw = read(self._store, f"verdict/{key}")

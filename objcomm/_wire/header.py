@@ -102,6 +102,7 @@ class Operation(IntEnum):
     START = 50  # the sender begins to send those
     BROADCAST_FILE = 51
     STREAM = 52
+    SURVIVORS = 53
 
 
 #: By number: a member's own name, in lower case, takes ten times as long.

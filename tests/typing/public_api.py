@@ -398,6 +398,7 @@ def subgroups(group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
     assert_type(objcomm.dup(group=group), dist.ProcessGroup)
     assert_type(objcomm.new_group(range(2), group=group, timeout=5), dist.ProcessGroup)
     objcomm.new_group("01")  # type: ignore[arg-type]  # wrong on purpose
+    assert_type(objcomm.survivors(mesh["dp"], timeout=5), dist.ProcessGroup)
     assert_type(objcomm.node_group(timeout=timedelta(seconds=3)), dist.ProcessGroup)
     assert_type(objcomm.all_gather(1, group=objcomm.leaders(group=mesh)), list[int])
 

@@ -103,7 +103,7 @@ class Meeting:
 def test_who_has_lost_its_connections_gets_time_to_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(losses, "_SURELY_ANSWERED_SECONDS", 0.0)
+    monkeypatch.setattr(losses, "SURELY_ANSWERED_SECONDS", 0.0)
     meeting = Meeting()
     for _ in range(losses._LOOKS_IN_VAIN):  # noqa: SLF001  # however quickly they follow
         assert not meeting.look()
@@ -114,7 +114,7 @@ def test_who_has_lost_its_connections_gets_time_to_answer(
 def test_who_answers_lives_and_so_does_who_is_there_for_the_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(losses, "_SURELY_ANSWERED_SECONDS", 0.0)
+    monkeypatch.setattr(losses, "SURELY_ANSWERED_SECONDS", 0.0)
     answers, is_beside = Meeting(), Meeting()
     answers.answer = WaitSnapshot(1, MAIN, ())
     is_beside.processes.note(0, Process.own())

@@ -1,0 +1,274 @@
+"""survivors: a group of the ranks that are alive, the same list on all of them."""
+
+import contextlib
+import os
+import signal
+import threading
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import objcomm
+from objcomm import NotInGroupError, TransportError, TransportTimeout, UsageError, _world
+from objcomm._calls.group import resolve
+from objcomm._collectives import split
+from objcomm._collectives import survivors as module
+from objcomm._failures.liveness import Processes
+from objcomm._failures.noticeboard import Board, BoardThread
+from objcomm._failures.verdict import Cause, Verdict
+from objcomm._world import store_of
+from tests.group.helpers import (
+    assert_group_works,
+    assert_no_verdict_stays,
+    error_in,
+    hear,
+    in_thread,
+    join_over_tcp,
+    keys_in,
+    say,
+    subgroup,
+)
+from tests.group.membership import members
+from tests.open_files import open_files
+from tests.ranks import ranks, solo
+from tests.waits import PATIENCE_S, wait_until
+from tests.workers import here
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def die(*_: object, **__: object) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def die_if_among(dead: tuple[int, ...]) -> None:
+    """Kill these ranks once all have met, and make the others see it in no particular order."""
+    objcomm.barrier()
+    if here().rank in dead:
+        die()
+
+
+def assert_all_works(group: Any, listed: list[int]) -> None:
+    """Check the list, objcomm's calls and torch's."""
+    assert members(group) == listed
+    assert_group_works(group)
+    total = torch.tensor([here().rank])
+    dist.all_reduce(total, group=group)
+    assert total.item() == sum(listed)
+
+
+def go_on_without(*dead: int) -> None:
+    """Let these ranks die; the others continue twice, and nothing of the agreement is left."""
+    die_if_among(dead)
+    alive = [rank for rank in range(here().world_size) if rank not in dead]
+    if here().rank % 2:  # nothing has been raised on the others
+        error_in(TransportError, objcomm.barrier)
+    for _ in range(2):
+        group: Any = objcomm.survivors(timeout=PATIENCE_S)
+        assert dist.get_backend(group) == dist.get_backend()
+        assert_all_works(group, alive)
+        dist.destroy_process_group(group)
+    mesh = resolve(None).mesh
+    assert mesh is not None
+    assert mesh.is_closed
+    assert_no_verdict_stays(store_of(dist.group.WORLD))
+
+
+@ranks(2, 3, 4, expect_dead={1})
+def test_the_ranks_that_live_get_one_group_without_the_dead() -> None:
+    go_on_without(1)
+
+
+@ranks(2, 3, 4, expect_dead={0})
+def test_rank_0_may_die_if_it_does_not_host_the_store() -> None:
+    go_on_without(0)
+
+
+@ranks(4, expect_dead={0, 3})
+def test_several_may_die() -> None:
+    go_on_without(0, 3)
+
+
+@ranks(1, 2, 3, 4)
+def test_without_a_death_all_ranks_are_in_it_and_nothing_is_left() -> None:
+    store = store_of(dist.group.WORLD)
+
+    def agree() -> None:
+        group: Any = objcomm.survivors()
+        assert_all_works(group, list(range(here().world_size)))
+        dist.destroy_process_group(group)
+        objcomm.barrier()
+
+    agree()
+    wait_until(lambda: not survivors_keys(store), "the list to be removed")
+    objcomm.barrier()
+    keys, files, threads = len(keys_in(store)), open_files(), threading.active_count()
+    for _ in range(3):
+        agree()
+    wait_until(lambda: len(keys_in(store)) <= keys, "the keys to be removed")
+    wait_until(lambda: open_files() <= files, "the connections to be closed")
+    wait_until(lambda: threading.active_count() <= threads, "the threads to end")
+    assert_group_works()
+
+
+def survivors_keys(store: dist.Store) -> list[str]:
+    return [key for key in keys_in(store) if "survivors" in key]
+
+
+@ranks(4, joined=False, expect_dead={2})
+def test_a_subgroup_without_rank_0_over_a_tcp_store() -> None:
+    store = join_over_tcp()
+    group: Any = dist.new_group([1, 2, 3])
+    if here().rank:
+        objcomm.barrier(group=group)
+        if here().rank == 2:
+            die()
+        assert_all_works(objcomm.survivors(group, timeout=PATIENCE_S), [1, 3])
+        wait_until(lambda: not survivors_keys(store), "the list to be removed")
+    else:
+        with pytest.raises(NotInGroupError):
+            objcomm.survivors(group)
+        for rank in (1, 3):
+            hear(f"{rank} is done")
+    say(f"{here().rank} is done")
+    dist.destroy_process_group()
+
+
+# Deaths during the agreement
+
+
+def die_before(target: Any, name: str) -> Any:
+    """Kill this rank when it calls a function."""
+    return mock.patch.object(target, name, die)
+
+
+def die_after(target: Any, name: str) -> Any:
+    """Kill this rank when it has called a function."""
+    original: Callable[..., object] = getattr(target, name)
+
+    def ended(*given: Any, **named: Any) -> None:
+        original(*given, **named)
+        die()
+
+    return mock.patch.object(target, name, ended)
+
+
+STEPS = {
+    "it has begun": partial(die_after, Board, "propose"),
+    "it is about to meet": partial(die_before, module, "connected"),
+    "all have met": partial(die_before, split, "see_room_for"),
+    "the others connect": partial(die_before, split, "create"),
+    "its group is there": partial(die_after, split, "create"),
+    "all groups are there": partial(die_before, Board, "revise"),
+    "the list is final": partial(die_after, Board, "revise"),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@ranks(4, expect_dead={1, 2})
+def test_a_second_death_during_the_agreement(step: str) -> None:
+    die_if_among((1,))
+    brief = mock.patch.object(_world, "CONNECT_MAX", timedelta(seconds=2))  # Gloo's wait in C++
+    with STEPS[step]() if here().rank == 2 else contextlib.nullcontext(), brief:
+        group: Any = objcomm.survivors(timeout=PATIENCE_S)
+    say(f"list of {here().rank}", str(members(group)))
+    assert hear("list of 0") == hear("list of 3")
+    if 2 in members(group):  # it died once all had agreed
+        group = objcomm.survivors(group, timeout=PATIENCE_S)
+    assert_all_works(group, [0, 3])
+
+
+# Ranks that do not come, or come too late
+
+
+@ranks(4, expect_dead={1})
+def test_a_rank_that_lives_and_does_not_call_is_named_and_all_may_call_again() -> None:
+    die_if_among((1,))
+    if here().rank == 3:
+        hear("0 has given up")
+        hear("2 has given up")
+    else:
+        error = error_in(TransportTimeout, lambda: objcomm.survivors(timeout=2))
+        assert error.missing == (3,)
+        assert error.seconds == 2
+        assert error.operation.startswith("survivors")
+        assert error.positions.keys() <= {0, 2, 3}
+        say(f"{here().rank} has given up")
+    assert_all_works(objcomm.survivors(timeout=PATIENCE_S), [0, 2, 3])
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+@ranks(3, disposable=True)
+def test_a_rank_that_the_old_group_has_lost_is_excluded_only_if_it_does_not_answer(
+    *, is_silent: bool
+) -> None:
+    objcomm.barrier()
+    if here().rank == 2 and is_silent:
+        with mock.patch.object(BoardThread, "answer", return_value=None):
+            hear("they continue")
+        for _ in range(2):
+            with pytest.raises(NotInGroupError, match=r"global rank 2 is alive.*not answer"):
+                objcomm.survivors(timeout=PATIENCE_S)
+        return
+    lost = Verdict.of(Cause.LOST, ranks=(2,), reason="out of reach")
+    resolve(None).absolve(lost, (0, 1, 2))
+    with mock.patch.object(Processes, "is_beside", return_value=False):  # on another host
+        group = objcomm.survivors(timeout=PATIENCE_S)
+    assert_all_works(group, [0, 1] if is_silent else [0, 1, 2])
+    say("they continue")
+
+
+@ranks(3, expect_dead={2})
+def test_a_rank_that_waits_for_a_survivor_in_the_old_group_is_released() -> None:
+    objcomm.barrier()
+    if here().rank == 2:
+        die()
+    if here().rank == 1:
+        assert error_in(TransportError, lambda: objcomm.recv(0)).peers == (2,)
+    assert_all_works(objcomm.survivors(timeout=PATIENCE_S), [0, 1])
+
+
+@ranks(2, 3, joined=False, expect_dead={0})
+def test_without_the_store_the_error_says_what_hosts_it() -> None:
+    join_over_tcp()
+    die_if_among((0,))
+    error = error_in(TransportError, lambda: objcomm.survivors(timeout=PATIENCE_S))
+    assert "the process that hosts torch's store has ended" in str(error)
+    assert "torchrun" in error.reason
+
+
+@ranks(2)
+def test_threads_agree_on_their_own_lanes() -> None:
+    def agree() -> None:
+        with objcomm.lane("second"):
+            assert_all_works(objcomm.survivors(timeout=PATIENCE_S), [0, 1])
+
+    second = in_thread(agree)
+    group: Any = objcomm.survivors(timeout=PATIENCE_S)
+    second.join()
+    assert_all_works(group, [0, 1])
+    assert_group_works()
+
+
+@ranks(1, 3)
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(UsageError, match="survivors: timeout"):
+        objcomm.survivors(timeout=0)
+    with pytest.raises(UsageError, match="survivors: group="):
+        objcomm.survivors([0])  # type: ignore[arg-type]  # wrong on purpose
+    with subgroup(0) as first:
+        if here().rank:
+            with pytest.raises(NotInGroupError):
+                objcomm.survivors(first)
+
+
+@solo()
+def test_without_torch_distributed_there_is_a_world_of_one() -> None:
+    assert objcomm.survivors() is None
