@@ -99,7 +99,7 @@ def survivors(group: GroupLike = None, timeout: Timeout = None) -> "dist.Process
                 f"could not reach it and continue without it ({standing.reason}); end this process"
             )
         if standing.ranks:  # ranks that still wait in a call on the old group join sooner
-            whole.absolve(standing._replace(is_final=True), whole.ranks)
+            whole.mark_raised(standing._replace(is_final=True), whole.ranks)
         members = tuple(rank for rank in range(whole.size) if rank not in standing.ranks)
         part: Any = whole.new_part(members, f"round {standing.name}")
         part.let_go()

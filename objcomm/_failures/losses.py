@@ -19,7 +19,7 @@ from objcomm._failures.verdict import DESTROYED, FAREWELLS, Cause, Verdict, nonc
 from objcomm._transport.link import HOST_LOST, PEER_LOST, LinkClosed, LinkRefused, LinkUnreachable
 from objcomm._transport.store import reason_of
 from objcomm._wire.header import Operation
-from objcomm.errors import CIRCLE, TransportError, TransportTimeout
+from objcomm.errors import CYCLE, TransportError, TransportTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, MutableSet, Sequence
@@ -265,7 +265,7 @@ def is_deadlock_of_the_dead(board: Board, meshes: Sequence[Mesh], conflict: Dead
             learn_ends(board, mesh)
             died = loss_among(mesh, mesh.others, patience_seconds=0.0)
             whole = None if mesh.whole is None else mesh.whole()
-            if died is None and whole is not None and conflict.reason == CIRCLE:
+            if died is None and whole is not None and conflict.reason == CYCLE:
                 # The other rank has given up the group, for example in ``survivors``.
                 ended = whole.verdict or board.look(whole.nonce)
                 died = ended if ended is not None and ended.cause is Cause.LOST else None

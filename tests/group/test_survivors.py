@@ -218,7 +218,7 @@ def test_a_rank_that_the_old_group_has_lost_is_excluded_only_if_it_does_not_answ
                 objcomm.survivors(timeout=PATIENCE_S)
         return
     lost = Verdict.of(Cause.LOST, ranks=(2,), reason="out of reach")
-    resolve(None).absolve(lost, (0, 1, 2))
+    resolve(None).mark_raised(lost, (0, 1, 2))
     with mock.patch.object(Processes, "is_beside", return_value=False):  # on another host
         group = objcomm.survivors(timeout=PATIENCE_S)
     assert_all_works(group, [0, 1] if is_silent else [0, 1, 2])
