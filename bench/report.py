@@ -128,7 +128,9 @@ The figures of this page come from `docs/benchmarks.jsonl`. What they should rea
   `step_after_answers` at once, `step_after_pause` 5 ms later, `step_after_second` a second later.
   `steps_in_a_row` are 500 calls without answers but for the last, and its figure is the time until
   then for each. A sample begins after one such step. Processors busy are each rank's processor
-  seconds, all threads, in a second of its time, added up.
+  seconds, all threads, in a second of its time, added up. `streamed` and `streamed_after_second`
+  are `steps_in_a_row` and `step_after_second` with an endless `objcomm.stream`, and with a
+  `multiprocessing.Queue` to each reader (`queue`).
 - **ring** has 10 chunks of 10 MiB, which the writer may be ahead. Objects are pickled with protocol
   5; one that does not fit is an error here, where an engine sends it through a socket. A rank that
   waits spins with `sched_yield`, and after 10 s sleeps 0.1 s between two looks.
