@@ -46,8 +46,7 @@ class CountingStore:
 @contextlib.contextmanager
 def bare_stores() -> Iterator[None]:
     """Make ``rendezvous`` work with stores other than torch's, by adding no prefix to keys."""
-    bare = SimpleNamespace(PrefixStore=lambda _, store: store)
-    with mock.patch.object(rendezvous, "dist", bare):
+    with mock.patch.object(rendezvous, "under", lambda store, _: store):
         yield
 
 

@@ -149,8 +149,8 @@ _NEVER = """\
   different speed. The model has none of these.
 - Connecting more than 64 ranks after they have met. `python -m bench first_call --world 64`
   measures a whole first call.
-- A store of more than 64 ranks. Its host needs a descriptor for each of three connections of a
-  rank, torch's own included: the usual limit of 1,024 is enough for some 340 ranks, see
+- A store of more than 64 ranks. Its host needs a descriptor for each of two connections of a
+  rank, torch's own included: the usual limit of 1,024 is enough for some 500 ranks, see
   `ulimit -n`.
 - Payloads beyond 32 KiB, and reductions of tensors.
 - A fault among more than 64 ranks. A rank that loses a connection closes its own, so a death

@@ -31,6 +31,7 @@ RIGHT: dict[str, Any] = {
     "buffers": [torch.zeros(1)],
     "objs": [1],
     "op": "sum",
+    "path": __file__,
     "params": [torch.zeros(1)],
     "ranks": [0],
     "step": 0,

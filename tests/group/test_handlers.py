@@ -51,7 +51,7 @@ _P2P = {
 _ELSE = {
     *("as_completed", "check", "codecs.register_codec", "exporters.stats_to_tensorboard"),
     *("is_main", "loader", "main_process_only", "once_per_node", "register", "reset_stats"),
-    *("models.wrap", "new_group", "wait_all"),
+    *("models.wrap", "new_group", "stream", "survivors", "wait_all"),
 }
 COLLECTIVE = sorted(set(FUNCTIONS) - _NO_CALLS - LOCAL - _P2P - _ELSE)
 
