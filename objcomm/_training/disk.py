@@ -258,7 +258,9 @@ class Copy:
         is_folder, to = self._listing.is_folder, self._to
         if is_folder and os.path.lexists(to) and not _is_empty_folder(to):
             raise FileExistsError(
-                errno.EEXIST, "it exists; remove it first, or choose another name", str(to)
+                errno.EEXIST,
+                "the destination of broadcast_file exists; remove it first, or choose another name",
+                str(to),
             )
         if not is_folder and to.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(to))

@@ -361,7 +361,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "over a folder": (
         lambda top: objcomm.broadcast_file(top / "deep", top),
-        "it exists; remove it first",
+        "the destination of broadcast_file exists; remove it first",
     ),
 }
 
