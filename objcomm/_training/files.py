@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, Unpack, overload
 
 import torch
 
@@ -34,7 +34,7 @@ from objcomm._codecs.buffers import (
 )
 from objcomm._collectives.fail_together import failing_together
 from objcomm._collectives.gather import decide_in
-from objcomm._config import GroupLike, Timeout, settings
+from objcomm._config import CallOptions, GroupLike, Timeout, WithSource, settings
 from objcomm._observe.progress import Bar, bar_for
 from objcomm._training.disk import (
     DIGEST_NBYTES,
@@ -77,29 +77,25 @@ _RECEIVES_AHEAD = 4
 _NO_DIGEST = bytes(DIGEST_NBYTES)
 
 
+class FileOptions(CallOptions, WithSource, total=False):
+    """The keywords of ``broadcast_file``."""
+
+    progress: bool
+
+
 @overload
 def broadcast_file(
     path: PathLike | None,
     to: None = None,
     src: int | None = None,
-    *,
-    group_src: int | None = None,
-    name: str = "",
-    group: GroupLike = None,
-    timeout: Timeout = None,
-    progress: bool = False,
+    **options: Unpack[FileOptions],
 ) -> Any: ...
 @overload
 def broadcast_file(
     path: PathLike | None,
     to: PathLike,
     src: int | None = None,
-    *,
-    group_src: int | None = None,
-    name: str = "",
-    group: GroupLike = None,
-    timeout: Timeout = None,
-    progress: bool = False,
+    **options: Unpack[FileOptions],
 ) -> Path: ...
 def broadcast_file(
     path: PathLike | None,

@@ -28,6 +28,7 @@ from objcomm._config import (
     DeviceLike,
     GroupLike,
     Timeout,
+    WithSource,
     check_name,
     settings,
     whole_number,
@@ -508,7 +509,7 @@ class Stream(Generic[T]):
             raise_together(_NAME, {self._source: failure}, error, self._source)
 
     async def _end(self, error: BaseException | None = None) -> None:
-        """Tell all ranks that the stream has ended, or which error has ended it."""
+        """Announce to all ranks that the stream has ended, or the error that has ended it."""
         if self._is_over:
             return
         self._is_over = True
@@ -606,10 +607,9 @@ def _is_batch(obj: object) -> bool:
     return type(obj) is list
 
 
-class StreamOptions(CallOptions, total=False):
+class StreamOptions(CallOptions, WithSource, total=False):
     """The keywords of ``stream``."""
 
-    group_src: int | None
     depth: int
     batch: int
     scatter: bool
@@ -715,10 +715,9 @@ def stream(
     check_name(name, _NAME)
     kept = {"accept": _kept(accept), "allow": _kept(allow)}
     Coding(codec, device, **kept, operation=_NAME)
-    counts = {"depth": whole_number(depth), "batch": whole_number(batch)}
-    for argument, count in counts.items():
+    for argument, given in (("depth", depth), ("batch", batch)):
+        count = whole_number(given)
         if count is None or count < 1:
-            given = depth if argument == "depth" else batch
             raise UsageError(f"stream: {argument}={given!r} must be a positive integer")
     if batch > depth:
         raise UsageError(
