@@ -187,6 +187,9 @@ def test_a_second_death_during_the_agreement(step: str) -> None:
 
 # Ranks that do not come, or come too late
 
+#: A busy machine may take seconds for the first answer of the store: not too late yet.
+LIMIT_S = 15
+
 
 @ranks(4, expect_dead={1})
 def test_a_rank_that_lives_and_does_not_call_is_named_and_all_may_call_again() -> None:
@@ -195,9 +198,9 @@ def test_a_rank_that_lives_and_does_not_call_is_named_and_all_may_call_again() -
         hear("0 has given up")
         hear("2 has given up")
     else:
-        error = error_in(TransportTimeout, lambda: objcomm.survivors(timeout=2))
+        error = error_in(TransportTimeout, lambda: objcomm.survivors(timeout=LIMIT_S))
         assert error.missing == (3,)
-        assert error.seconds == 2
+        assert error.seconds == LIMIT_S
         assert error.operation.startswith("survivors")
         assert error.positions.keys() <= {0, 2, 3}
         say(f"{here().rank} has given up")
