@@ -43,6 +43,21 @@ def array_dtype_name(dtype: "np.dtype[Any]") -> Any:
             ``numpy.recarray``; its fields overlap or have unusual offsets; or it has a shape or
             metadata.
     """
+    import numpy as np  # noqa: PLC0415  # numpy is optional
+
+    kind: Any = dtype.type
+    return _name_of_usual(kind) if dtype is np.dtype(kind) else _name(dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _name_of_usual(kind: type) -> Any:
+    """Return the name of an item type's own dtype, which takes 20 µs to find and to check."""
+    import numpy as np  # noqa: PLC0415  # numpy is optional
+
+    return _name(np.dtype(kind))
+
+
+def _name(dtype: "np.dtype[Any]") -> Any:
     if not (dtype.hasobject or dtype.subdtype or dtype.metadata):
         name = dtype.str if dtype.names is None else _lists(dtype.descr)
         if _is_told(name, dtype):

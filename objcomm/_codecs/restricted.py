@@ -217,7 +217,8 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         steps = len(parts) + sum(length_of(each) for each in parts if type(each) is range)
         if id(function) in self._tools:
             weight = _STEPS_PER_FIELD if function is array_dtypes.array_dtype_named else 1
-            steps += weight * sum(map(self._steps, parts))
+            walked = parts[1:] if function is _array else parts  # not its memory, often shared
+            steps += weight * sum(map(self._steps, walked))
             steps += sum(map(tensors.numel_of, parts)) if function is tensors.rebuild_coo else 0
         self._budget.spend(steps)
         self.append(self._nest(function(*arguments, **options), *parts))
@@ -430,6 +431,8 @@ def _members_of(each: Any) -> Iterator[Any]:
 
 
 def _check_memory(flat: Any) -> None:
+    if type(flat) is bytearray:
+        return
     # Another tensor might be expanded, and take gigabytes when it is moved to a device.
     if not (tensors.is_plain_tensor(flat) and flat.dtype is torch.uint8 and flat.dim() == 1):
         raise DecodeError(

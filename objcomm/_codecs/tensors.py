@@ -10,7 +10,7 @@ import math
 import re
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -24,6 +24,11 @@ from objcomm.errors import DecodeError
 if TYPE_CHECKING:
     import numpy as np
 
+#: Received elements: a flat ``uint8`` tensor, or the bytes of a small array, which come in band.
+Memory: TypeAlias = torch.Tensor | bytearray
+
+_CPU = torch.device("cpu")
+
 
 class Landing:
     """Where to place one message's tensors."""
@@ -36,9 +41,9 @@ class Landing:
                 of each.
         """
         self._device = device
-        self._moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._moved: dict[tuple[int, torch.device], tuple[Memory, torch.Tensor]] = {}
 
-    def land(self, flat: torch.Tensor, device_type: str) -> torch.Tensor:
+    def land(self, memory: Memory, device_type: str) -> torch.Tensor:
         """Move memory to its device, but only once, so that tied tensors stay tied.
 
         Raises:
@@ -46,11 +51,15 @@ class Landing:
         """
         try:
             device = self._device or torch.device(device_type)
+            if isinstance(memory, bytearray):  # the tensor shares the memory of a small array
+                flat = torch.frombuffer(memory, dtype=torch.uint8)
+            else:
+                flat = memory
             if flat.device.type == device.type and device.index in (None, flat.device.index):
                 return flat
-            key = id(flat), device
+            key = id(memory), device
             if key not in self._moved:
-                self._moved[key] = flat, flat.to(device)
+                self._moved[key] = memory, flat.to(device)
         # torch does not know the type, or it imports a missing module on first use of the type.
         except (RuntimeError, AssertionError, ImportError) as error:
             name = str(self._device or device_type)
@@ -223,7 +232,7 @@ def memory_key(tensor: torch.Tensor, flat: torch.Tensor) -> tuple[Any, ...] | No
     return tensor.device, at, *seen_as
 
 
-def rebuild(about: Dense, flat: torch.Tensor) -> torch.Tensor:
+def rebuild(about: Dense, flat: Memory) -> torch.Tensor:
     """Rebuild the tensor passed to ``describe``, over the memory ``flat``.
 
     Raises:
@@ -383,8 +392,25 @@ def _is_array_class(kind: type) -> bool:
     return ("numpy", "ndarray") in [(each.__module__, each.__name__) for each in kind.__mro__]
 
 
-def rebuild_array(flat: torch.Tensor, dtype: Any, shape: Any, order: Any) -> "np.ndarray[Any, Any]":
-    """Rebuild the array passed to ``describe_array``, over ``flat``: writable and aligned.
+def array_key(array: "np.ndarray[Any, Any]") -> tuple[str, tuple[Any, ...] | None]:
+    """Return an array's memory order, ``"C"`` or ``"F"``, and what ``memory_key`` returns for it.
+
+    The order is that of ``tobytes("A")``.
+    """
+    flags = array.flags
+    is_shareable = flags.forc and array.nbytes  # otherwise sent as a compact copy
+    key = (_CPU, array.__array_interface__["data"][0], array.nbytes) if is_shareable else None
+    return "F" if flags.fnc else "C", key
+
+
+def rebuild_array(flat: Memory, dtype: Any, shape: Any, order: Any) -> "np.ndarray[Any, Any]":
+    """Rebuild an array over ``flat``, writable and aligned.
+
+    Args:
+        flat: its elements, as ``describe_array`` or ``tobytes("A")`` returns them.
+        dtype: its dtype.
+        shape: its sizes.
+        order: ``"C"`` or ``"F"``.
 
     Raises:
         DecodeError: the sizes do not match, or the dtype holds Python objects.
@@ -395,16 +421,17 @@ def rebuild_array(flat: torch.Tensor, dtype: Any, shape: Any, order: Any) -> "np
     is_order = type(order) is str and order in {"C", "F"}
     if not is_order or not isinstance(dtype, np.dtype):
         raise DecodeError("array", "it is not built from a dtype and an order")
-    if dtype.hasobject or math.prod(shape) * dtype.itemsize != flat.numel():
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(flat):
         raise DecodeError(
-            "array", f"{flat.numel()} bytes do not make a {dtype} array of shape {shape}"
+            "array", f"{len(flat)} bytes do not make a {dtype} array of shape {shape}"
         )
-    if flat.numel() == 0 and not dtype.itemsize:
+    if not len(flat) and not dtype.itemsize:
         # As a view, because numpy.empty would widen zero-length strings to one character.
         return np.ndarray(shape, dtype, buffer=b"", order=order)
-    if flat.numel() == 0:
+    if not len(flat):
         return np.empty(shape, dtype, order)
-    return np.ndarray(shape, dtype, buffer=flat.numpy(), order=order)
+    memory = flat if isinstance(flat, bytearray) else flat.numpy()
+    return np.ndarray(shape, dtype, buffer=memory, order=order)
 
 
 def rebuild_scalar(dtype: "np.dtype[Any]", raw: Any) -> Any:

@@ -379,6 +379,36 @@ def test_tied_tensors_stay_tied_though_their_elements_must_be_copied(codec: str)
     assert right[0] == 5.0
 
 
+@pytest.mark.parametrize("numel", [3, 2_000, 3_000, 9_000], ids="{} floats".format)
+@pytest.mark.parametrize("allow", [None, []], ids=["any pickle", "allow=[]"])
+def test_arrays_and_tensors_over_the_same_memory_stay_tied(
+    numel: int, allow: list[Any] | None
+) -> None:
+    array = np.arange(2 * numel, dtype=np.float64).reshape(2, numel)
+    tensor = torch.from_numpy(array)
+    parts = [array, array.ravel(), array.T, array[0]]
+    for sent in ([*parts, tensor, tensor.view(-1)], [tensor, tensor.view(-1), *parts]):
+        got = objcomm.from_tensor(objcomm.to_tensor(sent), allow=allow)
+        assert_same(got, sent, sharing=False)
+        arrays = sorted((each for each in got if type(each) is np.ndarray), key=np.size)
+        row, *whole = arrays
+        tensors = [each for each in got if type(each) is torch.Tensor]
+        whole[0].flat[0] = -1.0
+        assert [each.flat[0] for each in whole] == [-1.0] * 3
+        assert [each.view(-1)[0].item() for each in tensors] == [-1.0] * 2
+        assert row[0] == 0.0
+
+
+def test_tensors_over_a_small_array_stay_tied_on_a_device() -> None:
+    array = np.arange(6.0)
+    sent = objcomm.to_tensor([array, torch.from_numpy(array), torch.from_numpy(array).view(2, 3)])
+    kept, left, right = objcomm.from_tensor(sent, device=torch.device("meta"))
+    assert_same(kept, array)
+    assert left.is_meta
+    assert left.untyped_storage() is not None
+    assert left.untyped_storage()._cdata == right.untyped_storage()._cdata  # noqa: SLF001  # identity
+
+
 def test_a_subclass_travels_like_any_tensor_with_what_its_class_added() -> None:
     huge = torch.zeros(1_000_000).as_subclass(Labelled)
     row: Any = huge[:1000].requires_grad_()
@@ -400,13 +430,13 @@ class Made:
         self.before = before
         self.made: weakref.ref[torch.Tensor] | None = None
 
-    def columns(self) -> list[torch.Tensor]:
+    def columns(self) -> list[Any]:
         if self.before is not None:
             assert self.before.made is not None
             assert self.before.made() is not None
-        column = torch.ones(100, 2)[:, 0]
+        column, array = torch.ones(100, 2)[:, 0], np.ones(100)
         self.made = weakref.ref(column)
-        return [column]
+        return [column, array]
 
     def __reduce__(self) -> Any:
         return list, (self.columns(),)
@@ -418,7 +448,7 @@ def test_what_is_copied_lives_until_all_is_encoded_or_another_would_be_taken_for
     objcomm.register(Made, encode=Made.columns, decode=list, name="tests.Made")
     first = Made()
     got = objcomm.from_tensor(objcomm.to_tensor([first, Made(first)], codec=codec))
-    assert [column.sum() for (column,) in got] == [100, 100]
+    assert [part.sum() for parts in got for part in parts] == [100] * 4
 
 
 def test_an_attribute_of_a_tensor_that_is_no_plain_data_is_refused_with_its_path() -> None:
