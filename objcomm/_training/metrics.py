@@ -15,10 +15,13 @@ from objcomm._calls.work import Work
 from objcomm._collectives.gather import all_gather_in, decide_in, gather_in
 from objcomm._config import (
     Allowed,
+    Async,
     CallOptions,
     DeviceLike,
     GroupLike,
+    MaybeAsync,
     Options,
+    Sync,
     Timeout,
     WithDestination,
 )
@@ -31,10 +34,6 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-class _Gathering(CallOptions, WithDestination):
-    pass
-
-
 class _Coding(CallOptions, total=False):
     codec: str | None
     device: DeviceLike
@@ -42,24 +41,47 @@ class _Coding(CallOptions, total=False):
     allow: Iterable[Allowed] | None
 
 
+class _Sync(CallOptions, Sync): ...
+
+
+class _Async(CallOptions, Async): ...
+
+
+class _MaybeAsync(CallOptions, MaybeAsync): ...
+
+
+class _SyncTo(_Sync, WithDestination): ...
+
+
+class _AsyncTo(_Async, WithDestination): ...
+
+
+class _MaybeAsyncTo(_MaybeAsync, WithDestination): ...
+
+
+class _CodingSync(_Coding, Sync): ...
+
+
+class _CodingAsync(_Coding, Async): ...
+
+
+class _CodingMaybeAsync(_Coding, MaybeAsync): ...
+
+
 _PLAIN_SCALARS = (bool, int, float, complex, str, type(None))
 
 
 @overload
 def gather_scalar(
-    value: T,
-    dst: int | None = None,
-    *,
-    async_op: Literal[False] = False,
-    **options: Unpack[_Gathering],
+    value: T, dst: int | None = None, **options: Unpack[_SyncTo]
 ) -> list[T] | Any: ...
 @overload
 def gather_scalar(
-    value: T, dst: int | None = None, *, async_op: Literal[True], **options: Unpack[_Gathering]
+    value: T, dst: int | None = None, **options: Unpack[_AsyncTo]
 ) -> Work[list[T] | Any]: ...
 @overload
 def gather_scalar(
-    value: T, dst: int | None = None, *, async_op: bool, **options: Unpack[_Gathering]
+    value: T, dst: int | None = None, **options: Unpack[_MaybeAsyncTo]
 ) -> list[T] | Work[list[T] | Any] | Any: ...
 def gather_scalar(
     value: T,
@@ -114,17 +136,11 @@ def gather_scalar(
 
 
 @overload
-def all_gather_scalar(
-    value: T, *, async_op: Literal[False] = False, **options: Unpack[CallOptions]
-) -> list[T]: ...
+def all_gather_scalar(value: T, **options: Unpack[_Sync]) -> list[T]: ...
 @overload
-def all_gather_scalar(
-    value: T, *, async_op: Literal[True], **options: Unpack[CallOptions]
-) -> Work[list[T]]: ...
+def all_gather_scalar(value: T, **options: Unpack[_Async]) -> Work[list[T]]: ...
 @overload
-def all_gather_scalar(
-    value: T, *, async_op: bool, **options: Unpack[CallOptions]
-) -> list[T] | Work[list[T]]: ...
+def all_gather_scalar(value: T, **options: Unpack[_MaybeAsync]) -> list[T] | Work[list[T]]: ...
 def all_gather_scalar(
     value: T,
     *,
@@ -348,60 +364,32 @@ def _raise(error: BaseException) -> NoReturn:
 
 @overload
 def reduce_and_broadcast(
-    fn1: Callable[[], A],
-    fn2: Callable[[list[A]], B],
-    *,
-    async_op: Literal[False] = False,
-    **options: Unpack[_Coding],
+    fn1: Callable[[], A], fn2: Callable[[list[A]], B], **options: Unpack[_CodingSync]
 ) -> B: ...
 @overload
 def reduce_and_broadcast(
-    fn1: Callable[[], A],
-    fn2: Callable[[list[A]], B],
-    *,
-    async_op: Literal[True],
-    **options: Unpack[_Coding],
+    fn1: Callable[[], A], fn2: Callable[[list[A]], B], **options: Unpack[_CodingAsync]
 ) -> Work[B]: ...
 # mypy can't infer A from an overloaded fn2 such as the builtin sum, but it tries int and float.
 @overload
 def reduce_and_broadcast(
-    fn1: Callable[[], int],
-    fn2: Callable[[list[int]], B],
-    *,
-    async_op: Literal[False] = False,
-    **options: Unpack[_Coding],
+    fn1: Callable[[], int], fn2: Callable[[list[int]], B], **options: Unpack[_CodingSync]
 ) -> B: ...
 @overload
 def reduce_and_broadcast(
-    fn1: Callable[[], int],
-    fn2: Callable[[list[int]], B],
-    *,
-    async_op: Literal[True],
-    **options: Unpack[_Coding],
+    fn1: Callable[[], int], fn2: Callable[[list[int]], B], **options: Unpack[_CodingAsync]
 ) -> Work[B]: ...
 @overload
 def reduce_and_broadcast(
-    fn1: Callable[[], float],
-    fn2: Callable[[list[float]], B],
-    *,
-    async_op: Literal[False] = False,
-    **options: Unpack[_Coding],
+    fn1: Callable[[], float], fn2: Callable[[list[float]], B], **options: Unpack[_CodingSync]
 ) -> B: ...
 @overload
 def reduce_and_broadcast(
-    fn1: Callable[[], float],
-    fn2: Callable[[list[float]], B],
-    *,
-    async_op: Literal[True],
-    **options: Unpack[_Coding],
+    fn1: Callable[[], float], fn2: Callable[[list[float]], B], **options: Unpack[_CodingAsync]
 ) -> Work[B]: ...
 @overload
 def reduce_and_broadcast(
-    fn1: Callable[[], A],
-    fn2: Callable[[list[A]], B],
-    *,
-    async_op: bool,
-    **options: Unpack[_Coding],
+    fn1: Callable[[], A], fn2: Callable[[list[A]], B], **options: Unpack[_CodingMaybeAsync]
 ) -> B | Work[B]: ...
 def reduce_and_broadcast(
     fn1: Callable[[], A],
