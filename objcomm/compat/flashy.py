@@ -2,7 +2,8 @@
 
 Code that calls them changes only its import: ``from objcomm.compat import flashy as distrib``.
 Ranks are global, and every function works without ``init_process_group``, in a world of one. Each
-function does what the objcomm function named in its docstring does, and raises the same errors.
+function does what the objcomm function of its name, or the one named in its docstring, does, and
+raises the same errors. Functions that ``objcomm`` has too also accept its other arguments.
 """
 
 import functools
@@ -50,6 +51,15 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _Tensors = Iterable[torch.Tensor]
+
+average_metrics = raising(as_it_raised)(objcomm.metrics.average_metrics)
+average_tensors = raising(as_it_raised)(objcomm.models.average_tensors)
+barrier = raising(as_it_raised)(objcomm.barrier)
+broadcast_model = raising(as_it_raised)(objcomm.models.broadcast_model)
+broadcast_tensors = raising(as_it_raised)(objcomm.models.broadcast_tensors)
+sync_grad = raising(as_it_raised)(objcomm.models.sync_gradients)
+sync_gradients = raising(as_it_raised)(objcomm.models.sync_gradients)
+wrap = raising(as_it_raised)(objcomm.models.wrap)
 
 
 def init(backend: str | None = None) -> None:
@@ -99,12 +109,6 @@ def all_reduce(tensor: torch.Tensor, op: Any = "SUM") -> torch.Tensor:
         return tensor.copy_(result)
 
 
-@raising(as_it_raised)
-def average_metrics(metrics: Mapping[str, Any], count: float = 1.0) -> dict[str, float]:
-    """``objcomm.metrics.average_metrics``."""
-    return objcomm.metrics.average_metrics(metrics, count)
-
-
 @overload
 def average(metrics: Mapping[str, Any], count: float = 1.0) -> dict[str, float]: ...
 @overload
@@ -118,42 +122,6 @@ def average(
         return objcomm.metrics.average_metrics(metrics, count)
     numbered = {str(place): value for place, value in enumerate(metrics)}
     return list(objcomm.metrics.average_metrics(numbered, count).values())
-
-
-@raising(as_it_raised)
-def wrap(model: torch.nn.Module) -> torch.nn.Module:
-    """``objcomm.models.wrap``."""
-    return objcomm.models.wrap(model)
-
-
-@raising(as_it_raised)
-def average_tensors(tensors: _Tensors) -> None:
-    """``objcomm.models.average_tensors``."""
-    objcomm.models.average_tensors(tensors)
-
-
-@raising(as_it_raised)
-def broadcast_tensors(tensors: _Tensors, src: int = 0) -> None:
-    """``objcomm.models.broadcast_tensors``."""
-    objcomm.models.broadcast_tensors(tensors, src)
-
-
-@raising(as_it_raised)
-def broadcast_model(model: torch.nn.Module, src: int = 0) -> None:
-    """``objcomm.models.broadcast_model``."""
-    objcomm.models.broadcast_model(model, src)
-
-
-@raising(as_it_raised)
-def sync_gradients(params: _Tensors) -> None:
-    """``objcomm.models.sync_gradients``."""
-    objcomm.models.sync_gradients(params)
-
-
-@raising(as_it_raised)
-def sync_grad(params: _Tensors) -> None:
-    """``objcomm.models.sync_gradients`` under encodec's name."""
-    objcomm.models.sync_gradients(params)
 
 
 @raising(as_it_raised)
@@ -212,9 +180,3 @@ def broadcast_object(obj: Any = None, src: int = 0, device: Any = None) -> Any:
 def share(obj: Any = None, src: int = 0) -> Any:
     """``objcomm.broadcast`` under demucs's name."""
     return objcomm.broadcast(obj, src)
-
-
-@raising(as_it_raised)
-def barrier() -> None:
-    """``objcomm.barrier``."""
-    objcomm.barrier()

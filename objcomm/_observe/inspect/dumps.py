@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from objcomm._observe.history import DUMP_VERSION, RETURNED, UNDER_WAY
 from objcomm._observe.terminal import printable
@@ -34,23 +34,6 @@ _DUMP = {
     "groups": list,
 }
 _GROUP = {"name": str, "description": str, "ranks": list, "length": int, "entries": list}
-_CALL = {
-    "operation": str,
-    "sequence": int,
-    "mesh": int,
-    "lane": int,
-    "lane_name": str,
-    "root": int,
-    "fingerprint": int,
-    "codec": str,
-    "call_site": str,
-    "began": _NUMBER,
-    "ms": (*_NUMBER, type(None)),
-    "sent_nbytes": int,
-    "received_nbytes": int,
-    "outcome": str,
-    "awaits": int,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +90,13 @@ class DumpedCall:
     def is_under_way(self) -> bool:
         """Whether it was in progress when its rank's dump was taken."""
         return self.outcome == UNDER_WAY
+
+
+# JSON does not distinguish 1.0 from 1.
+_CALL = {
+    name: int | kind if kind in {float, float | None} else kind
+    for name, kind in get_type_hints(DumpedCall).items()
+}
 
 
 @dataclass(frozen=True, slots=True)
