@@ -81,11 +81,9 @@ class Recorder:
         part = Recorder(counters=self.counters)
         whole = self.name if self.description in {"", "undefined"} else self.description
         part.name, part.description = name, f"part of {whole}"
-        part.rank, part.ranks = (
-            members.index(self.rank),
-            tuple(self.ranks[each] for each in members),
-        )
-        _recorders.add(part)
+        part.rank = members.index(self.rank)
+        part.ranks = tuple(self.ranks[each] for each in members)
+        _parts[part] = None
         return part
 
     def conclude(self, entry: CallRecord, error: BaseException | None, began: float) -> None:
@@ -146,57 +144,26 @@ class Recorder:
         )
 
 
-class _Recorders:
-    """The recorders of all live process groups, keyed by the object, because names are reused.
-
-    Methods are single steps without a lock: a process forked while another thread held the lock
-    would wait for it forever.
-    """
-
-    def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[Any, Recorder] = weakref.WeakKeyDictionary()
-        self._parts: weakref.WeakKeyDictionary[Recorder, None] = weakref.WeakKeyDictionary()
-        self._solo = Recorder()
-        self._last_world: Counters | None = None  # kept after the world is destroyed
-
-    def of(self, process_group: Any) -> Recorder:
-        if process_group is None:
-            return self._solo
-        found = self._known.get(process_group)
-        if found is None:
-            found = self._known.setdefault(process_group, Recorder(process_group))
-            if is_world(process_group):
-                self._last_world = found.counters
-        return found
-
-    def add(self, part: Recorder) -> None:
-        self._parts[part] = None
-
-    def left_of(self, group: GroupLike) -> Counters | None:
-        if group is None:
-            return self._last_world
-        try:
-            known = self._known.get(group)
-        except TypeError:
-            return None  # not a group, because it cannot be weakly referenced
-        return None if known is None else known.counters
-
-    def forget_world(self) -> None:
-        self._last_world = None
-
-    def all(self) -> list[Recorder]:
-        groups = [reference() for reference in self._known.keyrefs()]
-        known = (self._known[each] for each in groups if each is not None)
-        parts = [reference() for reference in self._parts.keyrefs()]
-        return [self._solo, *known, *(each for each in parts if each is not None)]
-
-
-_recorders = _Recorders()
+# The recorders of all live process groups, keyed by the object, because names are reused; their
+# parts; and that of calls without torch.distributed. There is no lock, and each access is a single
+# step: a process forked while another thread held a lock would wait for it forever.
+_known: weakref.WeakKeyDictionary[Any, Recorder] = weakref.WeakKeyDictionary()
+_parts: weakref.WeakKeyDictionary[Recorder, None] = weakref.WeakKeyDictionary()
+_solo = Recorder()
+# At most one: the counters of the world, kept after it is destroyed.
+_last_world: list[Counters] = []
 
 
 def recorder_of(process_group: Any) -> Recorder:
     """Return a process group's recorder; for None, that of calls without torch.distributed."""
-    return _recorders.of(process_group)
+    if process_group is None:
+        return _solo
+    found = _known.get(process_group)
+    if found is None:
+        found = _known.setdefault(process_group, Recorder(process_group))
+        if is_world(process_group):
+            _last_world[:] = [found.counters]
+    return found
 
 
 def counters_of(group: GroupLike, operation: str) -> Counters:
@@ -211,13 +178,24 @@ def counters_of(group: GroupLike, operation: str) -> Counters:
             is a mesh of several dimensions, or not a group.
         NotInGroupError: this rank is not a member.
     """
-    left = None if is_initialized() else _recorders.left_of(group)
+    left = None if is_initialized() else _left_of(group)
     return recorder_of(group_for_call(group, operation)).counters if left is None else left
+
+
+def _left_of(group: GroupLike) -> Counters | None:
+    """Return the counters of a destroyed group, if they are still there."""
+    if group is None:
+        return next(iter(_last_world), None)
+    try:
+        known = _known.get(group)
+    except TypeError:
+        return None  # not a group, because it cannot be weakly referenced
+    return None if known is None else known.counters
 
 
 def forget_world() -> None:
     """Drop the counters of a destroyed world, because a call is made without torch.distributed."""
-    _recorders.forget_world()
+    _last_world.clear()
 
 
 def known_recorders() -> list[Recorder]:
@@ -225,7 +203,10 @@ def known_recorders() -> list[Recorder]:
 
     The first is that of calls without torch.distributed.
     """
-    return _recorders.all()
+    groups = [reference() for reference in _known.keyrefs()]
+    known = (_known[each] for each in groups if each is not None)
+    parts = [reference() for reference in _parts.keyrefs()]
+    return [_solo, *known, *(each for each in parts if each is not None)]
 
 
 def dump(path: str | os.PathLike[str] | None = None, *, group: GroupLike = None) -> dict[str, Any]:
