@@ -62,8 +62,13 @@ def _fold_block(kind: type) -> None:
                 setattr(base, name, folded(method))
 
 
-def folded(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function for users: the errors that it raises do not show objcomm's frames."""
+def folded(function: Callable[P, R], like: Callable[..., Any] | None = None) -> Callable[P, R]:
+    """Wrap a function for users: the errors that it raises do not show objcomm's frames.
+
+    Args:
+        function: the function; compiled functions call it without compiling it.
+        like: the function whose name and signature users see, if ``function`` wraps another one.
+    """
 
     def public(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
@@ -73,8 +78,9 @@ def folded(function: Callable[P, R]) -> Callable[P, R]:
             fold(error)
             raise  # a bare raise does not add a frame
 
-    keep_eager([public])  # before update_wrapper, after which the wrapped function would be marked
-    return functools.update_wrapper(public, function)
+    # Before update_wrapper, after which the wrapped function would be marked.
+    keep_eager([function, public])
+    return functools.update_wrapper(public, like or function)
 
 
 def _name_keywords(error: BaseException, given: Mapping[str, object]) -> None:

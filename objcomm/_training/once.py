@@ -27,7 +27,6 @@ from objcomm._config import (
     check_name,
 )
 from objcomm._observe.published import folded
-from objcomm._observe.tracing import keep_eager
 from objcomm._wire.failure_message import failure_of, raise_together
 from objcomm._wire.header import Operation, Status
 from objcomm.errors import CollectiveError, UsageError
@@ -395,8 +394,7 @@ def _decorator(
             result: R = share(functools.partial(function, *args, **kwargs))
             return result
 
-        keep_eager([run])  # before update_wrapper: dynamo reads the code of the wrapped function
-        return folded(functools.update_wrapper(run, function))
+        return folded(run, like=function)
 
     return decorate if function is None else decorate(function)
 

@@ -3,7 +3,6 @@
 Knows modules and functions, but not what the functions do.
 """
 
-import functools
 import inspect
 import sys
 import threading
@@ -12,7 +11,6 @@ from types import ModuleType, TracebackType
 from typing import Any, Self, TypeAlias
 
 from objcomm._observe.published import folded
-from objcomm._observe.tracing import keep_eager
 from objcomm._transport.threads import Alone
 
 Function = Callable[..., Any]
@@ -104,8 +102,7 @@ class Switch:
                 return function(*args, **kwargs)
             return original(*args, **kwargs)
 
-        keep_eager([replacement])
-        return folded(functools.update_wrapper(replacement, original))
+        return folded(replacement, like=original)
 
 
 class Patch:

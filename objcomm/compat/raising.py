@@ -4,14 +4,12 @@ Knows which class of error a program may expect, but not what raises it.
 """
 
 import builtins
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 from objcomm._observe.published import folded
-from objcomm._observe.tracing import keep_eager
 from objcomm.errors import CaughtAs, CollectiveError, EncodeError, ObjcommError, caught_as, name_of
 
 T = TypeVar("T")
@@ -35,8 +33,7 @@ def raising(conversion: Conversion) -> Callable[[Callable[P, T]], Callable[P, T]
                 left = [conversion(error)]
             raise left.pop()
 
-        keep_eager([raises])
-        return folded(functools.update_wrapper(raises, function))
+        return folded(raises, like=function)
 
     return decorate
 

@@ -19,7 +19,6 @@ from the main thread on all ranks or on none. A thread in ``objcomm.lane`` uses 
 sequence.
 """
 
-import functools
 import warnings
 from collections.abc import Callable, MutableSequence, Sequence
 from types import ModuleType
@@ -117,8 +116,8 @@ def _in_torchs_place(outside: T) -> Callable[[Callable[P, T]], Callable[P, T]]:
                 )
                 return outside
 
-        keep_eager([function, called])
-        return folded(functools.update_wrapper(called, function))
+        keep_eager([function])
+        return folded(called, like=function)
 
     return decorate
 
