@@ -38,11 +38,11 @@ def call_text(key: Key) -> str:
 
 def operation_text(call: DumpedCall, key: Key) -> str:
     """Return an operation with its root as a global rank."""
-    has_root = 0 <= call.root < len(key.ranks)
+    root = key.root_of(call)
     if call.is_message:
         side = "to" if call.is_send else "from"
-        return f"{call.operation} {side} {key.ranks[call.root] if has_root else 'any'}"
-    return f"{call.operation} (root {key.ranks[call.root]})" if has_root else call.operation
+        return f"{call.operation} {side} {'any' if root is None else root}"
+    return call.operation if root is None else f"{call.operation} (root {root})"
 
 
 def group_text(row: CallRow) -> str:
@@ -107,9 +107,10 @@ def _agreement(rows: Sequence[CallRow], places: Places) -> str:
 def _differing(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
     by_call: dict[str, list[int]] = defaultdict(list)
     for rank, call in row.calls.items():
-        root = f" with root {row.key.ranks[call.root]}" if _has_root(row, call) else ""
+        root = row.key.root_of(call)
+        whose = "" if root is None else f" with root {root}"
         other = f" [{call.fingerprint:08x}]" if row.has_other_names else ""
-        by_call[f"{call.operation}{root}{other}{_at(call, places)}"].append(rank)
+        by_call[f"{call.operation}{whose}{other}{_at(call, places)}"].append(rank)
     sides = "; ".join(f"{ranks_text(ranks)} made {text}" for text, ranks in by_call.items())
     hint = (
         " (names, operators or options differ: the number in brackets)"
@@ -212,10 +213,6 @@ def _last_of(rank: int, row: CallRow, rows: Sequence[CallRow]) -> CallRow | None
     same = own if row.key.pair else [each for each, same in zip(own, is_same, strict=True) if same]
     same = same or own
     return max(same, key=lambda each: each.calls[rank].began, default=None)
-
-
-def _has_root(row: CallRow, call: DumpedCall) -> bool:
-    return 0 <= call.root < len(row.key.ranks)
 
 
 def _made(call: DumpedCall, places: Places) -> str:

@@ -68,6 +68,10 @@ class Key:
         """The ranks that take part in the call, as global ranks."""
         return tuple(rank for rank in self.pair if rank >= 0) or self.ranks
 
+    def root_of(self, call: DumpedCall) -> int | None:
+        """Return the root or the other rank of a call as a global rank; None if it has none."""
+        return self.ranks[call.root] if 0 <= call.root < len(self.ranks) else None
+
 
 @dataclass(slots=True)
 class CallRow:
@@ -157,10 +161,11 @@ def _keyed(group: GroupDump, rank: int) -> list[tuple[Key, DumpedCall]]:
 
 def _key_of_message(key: Key, call: DumpedCall, rank: int) -> Key:
     """Return a message's key. Messages get numbers per pair and direction when they are sent."""
-    has_peer = 0 <= call.root < len(key.ranks)
-    peer = key.ranks[call.root] if has_peer else -1
+    found = key.root_of(call)
+    peer = -1 if found is None else found
     if call.is_meeting:
-        return replace(key, pair=tuple(sorted((rank, peer))), alone=-1 if has_peer else rank)
+        alone = rank if found is None else -1
+        return replace(key, pair=tuple(sorted((rank, peer))), alone=alone)
     pair = (rank, peer) if call.is_send else (peer, rank)
     return replace(key, pair=pair, alone=-1 if call.mesh else rank)
 
@@ -287,18 +292,16 @@ def _bounds(row: CallRow, host_of: dict[int, str]) -> tuple[dict[str, float], di
     for rank, call in row.calls.items():
         if call.ended is None or not call.has_returned:
             continue
-        if call.is_message:
-            host = host_of[rank]
-            if call.is_send:
-                sent[host] = call.began
-            else:
-                taken[host] = call.ended
-            continue
-        is_root = row.key.ranks.index(rank) == call.root if rank in row.key.ranks else False
         host = host_of[rank]
-        if is_root or call.operation not in _FROM_ROOT:
+        if call.is_message:
+            does_send, does_take = call.is_send, not call.is_send
+        else:
+            is_root = rank == row.key.root_of(call)
+            does_send = is_root or call.operation not in _FROM_ROOT
+            does_take = is_root or call.operation not in _TO_ROOT
+        if does_send:
             sent[host] = max(sent.get(host, call.began), call.began)
-        if is_root or call.operation not in _TO_ROOT:
+        if does_take:
             taken[host] = min(taken.get(host, call.ended), call.ended)
     return sent, taken
 

@@ -94,7 +94,7 @@ def _slice(row: CallRow, rank: int, call: DumpedCall, began: float, dumped: floa
             "codec": call.codec,
             "sent_nbytes": call.sent_nbytes,
             "received_nbytes": call.received_nbytes,
-            "root": row.key.ranks[call.root] if 0 <= call.root < len(row.key.ranks) else None,
+            "root": row.key.root_of(call),
             "group": row.key.group,
             "mesh": call.mesh,
             "parts": row.parting.value if row.parting else None,
