@@ -47,20 +47,18 @@ try:
     )
     from objcomm._training.data import Shard, loader
     from objcomm._training.files import broadcast_file
-    from objcomm._training.main_process import (
-        ddp_broadcast,
-        main_first,
-        node_first,
-        rank_prefixed_message,
-    )
     from objcomm._training.metrics import (
         gather_scalar,
         reduce_and_broadcast,
     )
     from objcomm._training.once import (
         compute_and_broadcast,
+        ddp_broadcast,
+        main_first,
         main_process_only,
+        node_first,
         once_per_node,
+        rank_prefixed_message,
         run_on_main,
         run_once_per_node,
     )

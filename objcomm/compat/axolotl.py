@@ -22,7 +22,7 @@ from objcomm._calls.absence import is_in_order
 from objcomm._calls.group import resolve
 from objcomm._environment import Placement, local_rank_in, placement_in
 from objcomm._observe.tracing import keep_eager
-from objcomm._training import main_process, metrics
+from objcomm._training import metrics, once
 from objcomm._wire.header import Operation
 from objcomm.compat.raising import RaisingBlock, as_it_raised, raising
 from objcomm.errors import UsageError, ranks_text
@@ -216,10 +216,10 @@ def _first(*, is_main: bool) -> contextlib.AbstractContextManager[None]:
     """Choose the context manager that matches the flags of all ranks."""
     whole = resolve(None)
     if is_in_order("zero_first", whole.ranks, whole.rank):  # nested: no flags are needed
-        return main_process.zero_first()
+        return once.zero_first()
     flags = objcomm.all_gather(is_main)
     if flags == [rank == 0 for rank in range(len(flags))]:
-        return main_process.zero_first()
+        return once.zero_first()
     is_first_of_host = objcomm.rank(objcomm.node_group()) == 0
     if objcomm.all_ranks(is_main == is_first_of_host):
         return _zero_first_of_node()
@@ -240,7 +240,7 @@ def zero_only() -> contextlib.AbstractContextManager[bool]:
     ``if is_zero:``.
     """
     init_distributed_state()
-    return RaisingBlock(main_process.zero_only(), as_it_raised)
+    return RaisingBlock(once.zero_only(), as_it_raised)
 
 
 @raising(as_it_raised)

@@ -26,8 +26,8 @@ from objcomm._collectives.reduction.reduce import all_reduce
 from objcomm._config import GroupLike, Timeout
 from objcomm._environment import local_rank_in, rank_in
 from objcomm._observe.tracing import keep_eager
-from objcomm._training import main_process, once
-from objcomm._training.main_process import MainProcessContext
+from objcomm._training import once
+from objcomm._training.once import MainProcessContext
 from objcomm._world import is_initialized, rank
 from objcomm.compat.raising import as_it_raised, raising
 from objcomm.errors import UsageError
@@ -62,7 +62,7 @@ _BITWISE = {"BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor}
 
 OncePerNodeContext = MainProcessContext
 
-ddp_broadcast = raising(as_it_raised)(main_process.ddp_broadcast)
+ddp_broadcast = raising(as_it_raised)(once.ddp_broadcast)
 ddp_init_group = raising(as_it_raised)(init.ddp_init_group)
 run_on_main = raising(as_it_raised)(once.run_on_main)
 

@@ -7,7 +7,7 @@ import pytest
 
 import objcomm
 from objcomm import CollectiveError
-from objcomm._training import main_process
+from objcomm._training import once
 
 __all__ = ["BLOCKS", "ORDERED", "SHARES", "OwnExit", "OwnInterrupt", "fail", "raised_together"]
 
@@ -56,6 +56,6 @@ BLOCKS: dict[str, Callable[..., Any]] = {
 #: Blocks that all ranks enter, by the names that their errors show.
 ORDERED: dict[str, Callable[..., Any]] = {
     **BLOCKS,
-    "zero_first": main_process.zero_first,
-    "zero_only": main_process.zero_only,
+    "zero_first": once.zero_first,
+    "zero_only": once.zero_only,
 }

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, UsageError
-from objcomm._training import main_process
+from objcomm._training import once
 from tests.cases import case
 from tests.group.control import (
     BLOCKS,
@@ -120,7 +120,7 @@ def test_helpers_know_subgroups_and_sources() -> None:
             for share in SHARES.values():
                 with pytest.raises(objcomm.NotInGroupError):
                     share(lambda: 1, group=pair)
-            for block in (objcomm.main_first, objcomm.node_first, main_process.zero_only):
+            for block in (objcomm.main_first, objcomm.node_first, once.zero_only):
                 with pytest.raises(objcomm.NotInGroupError), block(group=pair):
                     pass
     assert objcomm.compute_and_broadcast(lambda: here().rank, 2) == 2

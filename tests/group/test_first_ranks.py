@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import CollectiveError, UsageError
-from objcomm._training import main_process
+from objcomm._training import once
 from tests.group.control import BLOCKS, OwnInterrupt, fail, raised_together
 from tests.group.helpers import assert_group_works, exit_at_once, subgroup, when_main_thread_waits
 from tests.ranks import ranks
@@ -43,7 +43,7 @@ def test_the_first_rank_goes_first(name: str) -> None:
 
 
 @ranks(1, 3)
-@pytest.mark.parametrize("block", [objcomm.main_first, main_process.zero_first])
+@pytest.mark.parametrize("block", [objcomm.main_first, once.zero_first])
 def test_another_rank_than_the_first_may_go_first(block: Any) -> None:
     rank, last = here().rank, here().world_size - 1
     is_prepared = here().folder / block.__name__
@@ -63,7 +63,7 @@ def test_another_rank_than_the_first_may_go_first(block: Any) -> None:
         if rank == last:
             is_prepared.unlink()
         objcomm.barrier()
-    with block(rank=last), objcomm.main_first(group_rank=last), main_process.MainProcessContext():
+    with block(rank=last), objcomm.main_first(group_rank=last), once.MainProcessContext():
         assert objcomm.broadcast(rank) == rank
 
     def fails() -> None:
@@ -152,7 +152,7 @@ def test_a_call_inside_of_a_block_is_refused(name: str) -> None:
             objcomm.barrier,
             lambda: objcomm.all_gather(1),
             lambda: objcomm.run_on_main(int),
-            lambda: main_process.zero_only().__enter__(),
+            lambda: once.zero_only().__enter__(),
         ):
             with pytest.raises(UsageError, match=f"global rank {rank} is inside {name}"):
                 call()

@@ -9,7 +9,7 @@ import pytest
 
 import objcomm
 from objcomm import UsageError
-from objcomm._training import main_process
+from objcomm._training import once
 from tests.group.control import ORDERED, SHARES, fail, raised_together
 from tests.ranks import ranks, solo
 from tests.workers import here
@@ -43,8 +43,8 @@ def test_a_job_that_has_not_begun_is_no_world_of_one() -> None:
     for block in (
         objcomm.main_first,
         objcomm.node_first,
-        main_process.zero_only,
-        main_process.MainProcessContext,
+        once.zero_only,
+        once.MainProcessContext,
     ):
         with pytest.raises(UsageError, match="says that there are other ranks"), block():
             pass

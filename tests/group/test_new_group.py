@@ -14,7 +14,7 @@ import objcomm
 from objcomm import CollectiveError, DesyncError, NotInGroupError, TransportTimeout, UsageError
 from objcomm._calls.group import resolve
 from objcomm._failures import inquiry, watchdog
-from objcomm._training import main_process
+from objcomm._training import once
 from objcomm._transport import rendezvous
 from tests.group.helpers import (
     assert_group_works,
@@ -286,7 +286,7 @@ def test_a_member_that_cannot_connect_fails_all_and_nobody_keeps_a_group() -> No
 @ranks(2)
 def test_within_a_region_a_group_of_those_who_are_there_can_be_made() -> None:
     rank = here().rank
-    with main_process.MainProcessContext():
+    with once.MainProcessContext():
         alone = objcomm.new_group([rank])
         assert objcomm.all_gather(rank, group=alone) == [rank]
         with pytest.raises(UsageError, match=f"new_group: global rank {rank} is inside"):

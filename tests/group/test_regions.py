@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import UsageError
-from objcomm._training import main_process
+from objcomm._training import once
 from tests.group.control import SHARES, fail, raised_together
 from tests.group.helpers import assert_group_works
 from tests.ranks import ranks
@@ -28,16 +28,16 @@ def in_region(block: contextlib.AbstractContextManager[object]) -> Iterator[None
 @pytest.mark.parametrize(
     "make",
     [
-        main_process.MainProcessContext,
+        once.MainProcessContext,
         objcomm.main_first,
-        main_process.zero_only,
+        once.zero_only,
         objcomm.fail_together,
     ],
 )
 def test_generators_leave_regions_in_any_order_and_context(make: Callable[[], Any]) -> None:
     """Leaving the wrong region would disable barriers forever."""
     if make is not objcomm.fail_together:  # its exit makes a call, which the other block refuses
-        first, second = in_region(make()), in_region(main_process.MainProcessContext())
+        first, second = in_region(make()), in_region(once.MainProcessContext())
         next(first)
         next(second)
         assert next(first, "ended") == "ended"
@@ -53,7 +53,7 @@ def test_generators_leave_regions_in_any_order_and_context(make: Callable[[], An
 @ranks(2)
 def test_regions_belong_to_tasks() -> None:
     async def region(begun: asyncio.Event, ended: asyncio.Event) -> None:
-        with main_process.MainProcessContext():
+        with once.MainProcessContext():
             begun.set()
             await ended.wait()
             assert objcomm.broadcast(here().rank) == here().rank
@@ -73,7 +73,7 @@ def test_regions_belong_to_tasks() -> None:
 @ranks(1, 3)
 def test_in_a_main_only_region_calls_act_locally() -> None:
     world = here().world_size
-    with main_process.MainProcessContext(), main_process.MainProcessContext():
+    with once.MainProcessContext(), once.MainProcessContext():
         mine = object()
         assert objcomm.broadcast(mine, src=world - 1) is mine
         assert objcomm.broadcast(mine, async_op=True).wait() is mine
@@ -83,10 +83,10 @@ def test_in_a_main_only_region_calls_act_locally() -> None:
             assert share(lambda: mine) is mine, name
             with pytest.raises(ValueError, match="as it is"):
                 share(lambda: fail(ValueError("as it is")))
-        for block in (objcomm.main_first, objcomm.node_first, main_process.zero_only):
+        for block in (objcomm.main_first, objcomm.node_first, once.zero_only):
             with pytest.raises(ValueError, match="as it is"), block():
                 fail(ValueError("as it is"))
-        with main_process.zero_only() as is_zero:
+        with once.zero_only() as is_zero:
             assert is_zero
         if world > 1:
             refused: list[Callable[[], object]] = [
@@ -104,7 +104,7 @@ def test_in_a_main_only_region_calls_act_locally() -> None:
         with pytest.raises(UsageError):
             objcomm.broadcast(1, src=world)
     assert_group_works()
-    with contextlib.suppress(ValueError), main_process.MainProcessContext():
+    with contextlib.suppress(ValueError), once.MainProcessContext():
         fail(ValueError())
     assert_group_works()  # an error leaves no region behind
 
@@ -113,7 +113,7 @@ def test_in_a_main_only_region_calls_act_locally() -> None:
 def test_a_region_concerns_its_own_ranks_only() -> None:
     rank = here().rank
     half, part = objcomm.split(rank % 2), objcomm.split(f"pair {rank // 2}")
-    with main_process.MainProcessContext(group=half):
+    with once.MainProcessContext(group=half):
         assert objcomm.broadcast(rank, group=half) == rank
         # The region covers only this rank of the pair, so the pair really communicates.
         assert objcomm.all_gather(rank, group=part) == [rank // 2 * 2, rank // 2 * 2 + 1]
@@ -132,7 +132,7 @@ def test_a_region_belongs_to_its_thread() -> None:
         with objcomm.lane("of another thread"):
             results.append(objcomm.all_gather(here().rank))
 
-    with main_process.MainProcessContext():
+    with once.MainProcessContext():
         thread = threading.Thread(target=background)
         thread.start()
         thread.join()
@@ -144,14 +144,14 @@ def test_a_region_belongs_to_its_thread() -> None:
 def test_zero_only_runs_its_branch_once_and_shares_how_it_went() -> None:
     rank, last = here().rank, here().world_size - 1
     ran = []
-    with main_process.zero_only() as is_zero:
+    with once.zero_only() as is_zero:
         if is_zero:
             ran.append(objcomm.broadcast("local"))
     assert ran == ["local"] * (rank == 0)
     for failing in {0, last}:
 
         def block(failing: int = failing) -> None:
-            with main_process.zero_only():
+            with once.zero_only():
                 if rank == failing:
                     fail(OSError("disk full"))
 

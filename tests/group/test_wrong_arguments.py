@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import objcomm
 from objcomm import NotInGroupError, UsageError
-from objcomm._training import main_process
+from objcomm._training import once
 from tests.cases import case
 from tests.group.helpers import assert_group_works, subgroup
 from tests.ranks import ranks, solo
@@ -63,7 +63,7 @@ CALLS: dict[str, tuple[Any, dict[str, tuple[Any, str]]]] = {
     "run_once_per_node": (lambda **named: objcomm.run_once_per_node(int, **named), OF_EVERY_CALL),
     "main_first": (lambda **named: objcomm.main_first(**named).__enter__(), OF_EVERY_CALL),
     "node_first": (lambda **named: objcomm.node_first(**named).__enter__(), OF_EVERY_CALL),
-    "zero_only": (lambda **named: main_process.zero_only(**named).__enter__(), OF_EVERY_CALL),
+    "zero_only": (lambda **named: once.zero_only(**named).__enter__(), OF_EVERY_CALL),
 }
 
 
@@ -87,9 +87,7 @@ def test_errors_of_calls_without_traffic_name_the_call() -> None:
         "reset_stats": objcomm.reset_stats,
         "dump": lambda group: objcomm.recorder.dump(group=group),
         "loader": lambda group: objcomm.loader([1], group=group),
-        "MainProcessContext": lambda group: main_process.MainProcessContext(
-            group=group
-        ).__enter__(),
+        "MainProcessContext": lambda group: once.MainProcessContext(group=group).__enter__(),
     }
     for name, call in calls.items():
         with case(name), pytest.raises(UsageError, match=rf"^{name}: group=\[0, 1\] must be a"):

@@ -16,7 +16,7 @@ import objcomm
 from objcomm._bootstrap import init
 from objcomm._codecs.base import Codec
 from objcomm._collectives.reduction.operators import Extreme
-from objcomm._training import main_process
+from objcomm._training import once
 from objcomm.compat import torch as dist_objects
 
 
@@ -333,13 +333,13 @@ def control(config: Config, group: dist.ProcessGroup) -> None:
     on_node("a", rate=1)  # type: ignore[call-arg]  # likewise
     with (
         objcomm.main_first(rank=1, timeout=3),
-        main_process.zero_first(group=group),
+        once.zero_first(group=group),
         objcomm.node_first(),
     ):
         assert_type(objcomm.is_main(scope="node"), bool)
     with (
-        main_process.zero_only() as is_zero,
-        main_process.MainProcessContext(group=group) as nothing,
+        once.zero_only() as is_zero,
+        once.MainProcessContext(group=group) as nothing,
     ):
         assert_type(is_zero, bool)
         assert_type(nothing, None)
