@@ -33,6 +33,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 E = TypeVar("E", bound="ObjcommError")
+K = TypeVar("K")
+V = TypeVar("V")
 
 _PAIR = 2
 
@@ -696,11 +698,17 @@ def ranges_text(ranks: Iterable[int]) -> str:
     return ", ".join(texts[:_MOST_RANGES]) + f" and {more} more" * bool(more)
 
 
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Return the values of each key, keys and values in the order in which they first occur."""
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
+
+
 def _summary(failures: Sequence[RankFailure]) -> str:
     """Describe what failed on which ranks; ranks with the same failure are grouped."""
-    alike: defaultdict[str, list[int]] = defaultdict(list)
-    for each in failures:
-        alike[f"{each.type_name}: {each.message}"].append(each.rank)
+    alike = grouped((f"{each.type_name}: {each.message}", each.rank) for each in failures)
     most = _LETTERS_OF_FAILURES // min(max(len(alike), 1), _MOST_LINES)
     texts = [f"{ranks_text(ranks)}: {_excerpt(text, most)}" for text, ranks in alike.items()]
     rest = [rank for ranks in list(alike.values())[_MOST_LINES:] for rank in ranks]
@@ -709,10 +717,8 @@ def _summary(failures: Sequence[RankFailure]) -> str:
 
 def _tracebacks(failures: Sequence[RankFailure]) -> str:
     """Return the different tracebacks to show below a summary, up to four of them."""
-    alike: defaultdict[str, list[int]] = defaultdict(list)
-    for each in failures:
-        if each.traceback.strip():
-            alike[each.traceback.rstrip()].append(each.rank)
+    traced = [each for each in failures if each.traceback.strip()]
+    alike = grouped((each.traceback.rstrip(), each.rank) for each in traced)
     texts = []
     for text, ranks in list(alike.items())[:_FEW]:
         # If nothing was raised, there is only the line of the call.

@@ -27,7 +27,7 @@ from objcomm._config import (
 )
 from objcomm._wire.failure_message import DisagreementError
 from objcomm._wire.header import Operation
-from objcomm.errors import UsageError, ranks_text
+from objcomm.errors import UsageError, grouped, ranks_text
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -602,9 +602,7 @@ def _check_names(found: Sequence[frozenset[str]]) -> None:
     Raises:
         DisagreementError: they differ.
     """
-    kinds: dict[frozenset[str], list[int]] = {}
-    for rank, names in enumerate(found):
-        kinds.setdefault(names, []).append(rank)
+    kinds = grouped((names, rank) for rank, names in enumerate(found))
     usual = max(kinds, key=lambda names: len(kinds[names]))  # the first of several
     most = ranks_text(kinds[usual])
     reasons = {}

@@ -32,7 +32,7 @@ from objcomm._transport.store import pack_record, refuse_lost, unpack_record
 from objcomm._world import default_group, inheritance, is_reachable, is_world, rank, store_of
 from objcomm.compat import torch as replacing
 from objcomm.compat.patching import Patch, Switch
-from objcomm.errors import WireError, ranks_text
+from objcomm.errors import WireError, grouped, ranks_text
 
 #: The functions that are replaced, and counted.
 NAMES = sorted(set(replacing.__all__) - {"patch"})
@@ -218,9 +218,8 @@ class Report:
             report = [f"{nothing} (process {self._pid})"]
         else:
             return []
-        for why in dict.fromkeys(self._missing.values()):
-            absent = [each for each, reason in self._missing.items() if reason == why]
-            report.append(f"without {ranks_text(absent)}: {why}")
+        missing = grouped((why, absent) for absent, why in self._missing.items())
+        report += [f"without {ranks_text(absent)}: {why}" for why, absent in missing.items()]
         return report
 
     def _figures(self) -> Figures:

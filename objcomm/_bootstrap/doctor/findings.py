@@ -14,7 +14,7 @@ from objcomm._bootstrap.doctor.facts import (
     Report,
     is_loopback,
 )
-from objcomm.errors import ranks_text
+from objcomm.errors import grouped, ranks_text
 
 
 class Severity(Enum):
@@ -86,12 +86,12 @@ def _of_ranks(name: str, complain: Callable[[Evidence, Report], Complaint]) -> C
     """Make a conclusion from each rank's own facts; equal complaints become one finding."""
 
     def conclude(evidence: Evidence) -> Iterator[Finding]:
-        alike: dict[tuple[Severity, str, str], list[Report]] = defaultdict(list)
-        for report in [*evidence.reports.values(), *evidence.others]:
-            if complaint := complain(evidence, report):
-                alike[complaint].append(report)
-        for (severity, what, remedy), reports in alike.items():
-            yield _finding(severity, name, reports, what, remedy)
+        everybody = [*evidence.reports.values(), *evidence.others]
+        alike = grouped((complain(evidence, report), report) for report in everybody)
+        for complaint, reports in alike.items():
+            if complaint is not None:
+                severity, what, remedy = complaint
+                yield _finding(severity, name, reports, what, remedy)
 
     return conclude
 
@@ -142,9 +142,7 @@ def _silent_ranks(evidence: Evidence, report: Report) -> Complaint:
 
 
 def _local_ranks(evidence: Evidence) -> Iterator[Finding]:
-    places: dict[tuple[str, int], list[Report]] = defaultdict(list)
-    for report in evidence.reports.values():
-        places[report.machine, report.local_rank].append(report)
+    places = grouped(((each.machine, each.local_rank), each) for each in evidence.reports.values())
     for (_, local_rank), reports in places.items():
         if len(reports) > 1 and local_rank != UNKNOWN:
             severity = ERROR if any(report.devices for report in reports) else WARNING

@@ -15,7 +15,7 @@ from statistics import median
 from objcomm._bootstrap.doctor.facts import UNKNOWN, Evidence, Link, Report
 from objcomm._bootstrap.doctor.findings import Finding, Severity, status
 from objcomm._observe.terminal import aligned, printable
-from objcomm.errors import MissingDependencyError, ranges_text, ranks_text
+from objcomm.errors import MissingDependencyError, grouped, ranges_text, ranks_text
 
 # More columns do not fit on a screen; the picture and the JSON show them.
 _MATRIX_MAX = 12
@@ -136,9 +136,10 @@ def _alike(
     evidence: Evidence, pairs_of: Callable[[Report], tuple[tuple[str, str], ...]], sign: str
 ) -> list[str]:
     """Return one line for each group of ranks with the same pairs of name and value."""
-    by_text: dict[str, list[int]] = defaultdict(list)
-    for rank, each in evidence.reports.items():
-        by_text[", ".join(sign.join(pair) for pair in pairs_of(each))].append(rank)
+    by_text = grouped(
+        (", ".join(sign.join(pair) for pair in pairs_of(each)), rank)
+        for rank, each in evidence.reports.items()
+    )
     return [
         f"{ranks_text(ranks)}: {text}" if len(by_text) > 1 else text
         for text, ranks in by_text.items()

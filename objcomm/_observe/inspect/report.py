@@ -19,7 +19,7 @@ from objcomm._observe.inspect.rows import (
     is_stuck,
 )
 from objcomm._observe.terminal import aligned
-from objcomm.errors import ranks_text
+from objcomm.errors import grouped, ranks_text
 
 
 def duration_text(seconds: float) -> str:
@@ -164,10 +164,7 @@ def _stuck_message(row: CallRow, rows: Sequence[CallRow], places: Places) -> str
 
 
 def _stuck(row: CallRow, places: Places) -> str:
-    by_outcome: dict[str, list[int]] = defaultdict(list)
-    for rank, call in row.calls.items():
-        if is_stuck(call):
-            by_outcome[call.outcome].append(rank)
+    by_outcome = grouped((each.outcome, rank) for rank, each in row.calls.items() if is_stuck(each))
     ends = "; ".join(f"{what} on {ranks_text(ranks)}" for what, ranks in by_outcome.items())
     made = _made(row.calls[min(row.calls)], places)
     text = (
@@ -236,11 +233,8 @@ def heading(dumps: Sequence[Dump], clocks: dict[str, Clock]) -> list[str]:
     lines = [f"dumps of {ranks_text(known)}, of {size} in all"]
     if lacking := set(range(size)) - known:
         lines.append(f"no dump of {ranks_text(lacking)}")
-    reasons: dict[str, list[int]] = defaultdict(list)
-    for dump in dumps:
-        if dump.error:
-            # Without the ranks' positions, which follow in such texts; the table shows them.
-            reasons[dump.error.partition("; ")[0]].append(dump.rank)
+    # Without the ranks' positions, which follow in such texts; the table shows them.
+    reasons = grouped((dump.error.partition("; ")[0], dump.rank) for dump in dumps if dump.error)
     lines += [f"{ranks_text(ranks)} wrote on {error}" for error, ranks in reasons.items()]
     reference = dumps[0].host
     return lines + [
@@ -269,10 +263,7 @@ def sections(rows: Sequence[CallRow], places: Places, last: int) -> list[str]:
         places: shortens call sites.
         last: how many calls of a lane to show; marked calls are always shown.
     """
-    by_lane: dict[tuple[object, ...], list[CallRow]] = defaultdict(list)
-    for row in rows:
-        key = row.key
-        by_lane[key.group, key.ranks, key.lane].append(row)
+    by_lane = grouped(((row.key.group, row.key.ranks, row.key.lane), row) for row in rows)
     lines = []
     for of_lane in by_lane.values():
         shown = [row for at, row in enumerate(of_lane) if at >= len(of_lane) - last or row.parting]
@@ -291,11 +282,12 @@ def _cells(row: CallRow, places: Places) -> list[list[str]]:
         did = (operation_text(call, row.key) + name, places.text(call), call.outcome)
         alike[did].append(rank)
     lines = [[ranks_text(ranks), *did, _spent(row, ranks)] for did, ranks in alike.items()]
-    missed: dict[Absence, list[int]] = defaultdict(list)
-    for rank, why in row.absent.items():
-        if row.key.sequence >= 0 or why is Absence.NEVER:
-            missed[why].append(rank)
-    lines += [[ranks_text(ranks), why.value] for why, ranks in missed.items()]
+    missed = grouped((why, rank) for rank, why in row.absent.items())
+    lines += [
+        [ranks_text(ranks), why.value]
+        for why, ranks in missed.items()
+        if row.key.sequence >= 0 or why is Absence.NEVER
+    ]
     if row.skew_seconds > _SKEW_SECONDS:
         skew = duration_text(row.skew_seconds)
         lines[0].append(f"rank {row.last_rank} came last, by {skew}")
