@@ -14,20 +14,11 @@ _TEST_SHARES = (0.1, 0.9)  # within these, each of a hundred ranks has images of
 
 
 class ConfigError(Exception):
-    """A settings file can't be used.
-
-    Attributes:
-        path: the file.
-        reason: what is wrong with it.
-    """
-
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(path, reason)
-        self.path = path
-        self.reason = reason
+    """A settings file can't be used; the arguments are the file and what is wrong with it."""
 
     def __str__(self) -> str:
-        return f"cannot use the config {str(self.path)!r}: {self.reason}; a sample is {SAMPLE}"
+        path, reason = self.args
+        return f"cannot use the config {str(path)!r}: {reason}; a sample is {SAMPLE}"
 
 
 @dataclass(frozen=True, slots=True)

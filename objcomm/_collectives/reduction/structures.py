@@ -184,40 +184,37 @@ def merge(structures: Sequence[Any], *, may_lack: bool) -> tuple[Any, list[Leaf]
         return first, [
             Leaf(each, dict.fromkeys(range(size), at)) for at, each in enumerate(descriptions)
         ]
-    merging = _Merging(size, may_lack=may_lack)
-    return merging.node(dict(enumerate(structures)), ()), merging.leaves
+    leaves: list[Leaf] = []
+    return _merged(dict(enumerate(structures)), (), size, leaves, may_lack=may_lack), leaves
 
 
-class _Merging:
-    def __init__(self, size: int, *, may_lack: bool) -> None:
-        self.leaves: list[Leaf] = []
-        self._size = size
-        self._may_lack = may_lack
-
-    def node(self, nodes: Mapping[int, Any], path: Path) -> Any:
-        (lowest, first), *others = nodes.items()
-        for rank, node in others:
-            if _form_of(node) != _form_of(first):
-                _differ(path, lowest, rank, f"{_form_text(first)} and {_form_text(node)}")
-        if _is_leaf(first):
-            self.leaves.append(Leaf(first[1], {rank: node[0] for rank, node in nodes.items()}))
-            return len(self.leaves) - 1, first[1]
-        kind, type_name, _, _ = first
-        if len(nodes) < self._size and type_name not in _MADE:
-            lacking = next(rank for rank in range(self._size) if rank not in nodes)
-            reason = f"only mappings, lists and tuples can be filled in, not {type_name}"
-            _differ(path, lowest, lacking, reason)
-        members = {rank: dict(zip(node[2], node[3], strict=True)) for rank, node in nodes.items()}
-        children: dict[Any, Any] = {}
-        for key in dict.fromkeys(itertools.chain.from_iterable(members.values())):
-            having = {rank: each[key] for rank, each in members.items() if key in each}
-            step = (*path, (kind, key))
-            if len(having) < len(members) and not (self._may_lack and kind == _MAPPING):
-                lacking = next(rank for rank in members if rank not in having)
-                reason = f"rank {lacking} has no such member; give it, or pass missing='skip'"
-                _differ(step, next(iter(having)), lacking, reason)
-            children[key] = self.node(having, step)
-        return kind, type_name, tuple(children), tuple(children.values())
+def _merged(
+    nodes: Mapping[int, Any], path: Path, size: int, leaves: list[Leaf], *, may_lack: bool
+) -> Any:
+    """Merge one node of the ranks that have it; append its leaves."""
+    (lowest, first), *others = nodes.items()
+    for rank, node in others:
+        if _form_of(node) != _form_of(first):
+            _differ(path, lowest, rank, f"{_form_text(first)} and {_form_text(node)}")
+    if _is_leaf(first):
+        leaves.append(Leaf(first[1], {rank: node[0] for rank, node in nodes.items()}))
+        return len(leaves) - 1, first[1]
+    kind, type_name, _, _ = first
+    if len(nodes) < size and type_name not in _MADE:
+        lacking = next(rank for rank in range(size) if rank not in nodes)
+        reason = f"only mappings, lists and tuples can be filled in, not {type_name}"
+        _differ(path, lowest, lacking, reason)
+    members = {rank: dict(zip(node[2], node[3], strict=True)) for rank, node in nodes.items()}
+    children: dict[Any, Any] = {}
+    for key in dict.fromkeys(itertools.chain.from_iterable(members.values())):
+        having = {rank: each[key] for rank, each in members.items() if key in each}
+        step = (*path, (kind, key))
+        if len(having) < len(members) and not (may_lack and kind == _MAPPING):
+            lacking = next(rank for rank in members if rank not in having)
+            reason = f"rank {lacking} has no such member; give it, or pass missing='skip'"
+            _differ(step, next(iter(having)), lacking, reason)
+        children[key] = _merged(having, step, size, leaves, may_lack=may_lack)
+    return kind, type_name, tuple(children), tuple(children.values())
 
 
 def _differ(path: Path, one: int, other: int, reason: str) -> NoReturn:

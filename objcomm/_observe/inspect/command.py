@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from objcomm._observe.inspect.dumps import Dump, read
-from objcomm._observe.inspect.report import Places, conclude, heading, sections
+from objcomm._observe.inspect.report import common_folder, conclude, heading, sections
 from objcomm._observe.inspect.rows import corrected, estimate, match
 from objcomm._observe.inspect.trace import trace
 from objcomm._observe.terminal import show
@@ -48,8 +48,8 @@ def inspect(dumps: Sequence[Dump], last: int, trace_path: Path | None = None) ->
     clocks = estimate(match(dumps), dumps)
     dumps = corrected(dumps, clocks)
     rows = match(dumps)
-    places = Places(rows)
-    lines = [*heading(dumps, clocks), *sections(rows, places, last), "", conclude(rows, places)]
+    folder = common_folder(rows)
+    lines = [*heading(dumps, clocks), *sections(rows, folder, last), "", conclude(rows, folder)]
     if trace_path is not None:
         trace_path.write_text(json.dumps(trace(rows, dumps, clocks)), encoding="ascii")
         lines.append(f"trace: {trace_path} (open it at https://ui.perfetto.dev)")

@@ -53,43 +53,37 @@ def group_text(row: CallRow) -> str:
     return f"{name} ({ranks_text(key.ranks)})" + f", lane {row.lane_name!r}" * bool(row.lane_name)
 
 
-class Places:
-    """Shortens call sites by their common folder."""
-
-    def __init__(self, rows: Sequence[CallRow]) -> None:
-        sites = {call.call_site for row in rows for call in row.calls.values()}
-        paths = [PurePosixPath(site) for site in sites]
-        folders = {str(path.parent) for path in paths if path.is_absolute()}
-        shared = os.path.commonpath(folders) if folders else ""
-        self._shared = shared.rstrip("/") + "/"
-
-    def text(self, call: DumpedCall) -> str:
-        """Return the shortened call site of a call."""
-        return call.call_site.removeprefix(self._shared)
+def common_folder(rows: Sequence[CallRow]) -> str:
+    """Return the beginning that the paths of all call sites share; they are shown without it."""
+    sites = {call.call_site for row in rows for call in row.calls.values()}
+    paths = [PurePosixPath(site) for site in sites]
+    folders = {str(path.parent) for path in paths if path.is_absolute()}
+    shared = os.path.commonpath(folders) if folders else ""
+    return shared.rstrip("/") + "/"
 
 
-def conclude(rows: Sequence[CallRow], places: Places) -> str:
+def conclude(rows: Sequence[CallRow], folder: str) -> str:
     """Return the sentence on where the ranks diverge.
 
     Args:
         rows: all matched calls, oldest first.
-        places: shortens call sites.
+        folder: the beginning of call sites, which is left out.
     """
     row = first_parting(rows)
     if row is None:
-        return _agreement(rows, places)
+        return _agreement(rows, folder)
     if row.parting is Parting.DIFFERS:
-        text = _differing(row, rows, places)
+        text = _differing(row, rows, folder)
     elif row.parting is Parting.MISSING:
-        text = _missing(row, rows, places)
+        text = _missing(row, rows, folder)
     elif row.key.pair:
-        text = _stuck_message(row, rows, places)
+        text = _stuck_message(row, rows, folder)
     else:
-        text = _stuck(row, places)
+        text = _stuck(row, folder)
     return f"{group_text(row)}: {text}"
 
 
-def _agreement(rows: Sequence[CallRow], places: Places) -> str:
+def _agreement(rows: Sequence[CallRow], folder: str) -> str:
     shared = [row for row in rows if len(row.calls) > 1 and row.key.sequence >= 0]
     if not shared:
         return "No call was made by more than one of these ranks, so there is nothing to compare."
@@ -99,41 +93,41 @@ def _agreement(rows: Sequence[CallRow], places: Places) -> str:
     return (
         f"The ranks do not diverge: {len(shared)} calls match. They waited longest for each other "
         f"in {call_text(widest.key)} of {group_text(widest)}, "
-        f"{_made(widest.calls[last], places)}: rank {last} came last, "
+        f"{_made(widest.calls[last], folder)}: rank {last} came last, "
         f"{duration_text(widest.skew_seconds)} after the first."
     )
 
 
-def _differing(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
+def _differing(row: CallRow, rows: Sequence[CallRow], folder: str) -> str:
     by_call: dict[str, list[int]] = defaultdict(list)
     for rank, call in row.calls.items():
         root = row.key.root_of(call)
         whose = "" if root is None else f" with root {root}"
         other = f" [{call.fingerprint:08x}]" if row.has_other_names else ""
-        by_call[f"{call.operation}{whose}{other}{_at(call, places)}"].append(rank)
+        by_call[f"{call.operation}{whose}{other}{_at(call, folder)}"].append(rank)
     sides = "; ".join(f"{ranks_text(ranks)} made {text}" for text, ranks in by_call.items())
     hint = (
         " (names, operators or options differ: the number in brackets)"
         if row.has_other_names
         else ""
     )
-    return f"the ranks diverge in {call_text(row.key)}: {sides}{hint}.{_before(row, rows, places)}"
+    return f"the ranks diverge in {call_text(row.key)}: {sides}{hint}.{_before(row, rows, folder)}"
 
 
-def _missing(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
+def _missing(row: CallRow, rows: Sequence[CallRow], folder: str) -> str:
     lacking = [rank for rank, why in row.absent.items() if why is Absence.NEVER]
-    made = _made(row.calls[min(row.calls)], places)
+    made = _made(row.calls[min(row.calls)], folder)
     never = "never came to the" if row.key.sequence < 0 else "never made"
     text = f"{ranks_text(lacking)} {never} {call_text(row.key)} ({made} on {ranks_text(row.calls)})"
     if len(lacking) > 1:
-        return f"{text}.{_before(row, rows, places)}"
-    last = _last_text(lacking[0], row, rows, places)
+        return f"{text}.{_before(row, rows, folder)}"
+    last = _last_text(lacking[0], row, rows, folder)
     if not last:
         return f"{text}; it made no call on this group, or had destroyed it before its dump."
     return f"{text}; its last was {last} the others came."
 
 
-def _last_text(rank: int, row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
+def _last_text(rank: int, row: CallRow, rows: Sequence[CallRow], folder: str) -> str:
     """Describe a rank's last call, and how long before or after ``row`` began it was."""
     last = _last_of(rank, row, rows)
     if last is None:
@@ -142,13 +136,13 @@ def _last_text(rank: int, row: CallRow, rows: Sequence[CallRow], places: Places)
     ago = row.began - (call.began if call.ended is None else call.ended)
     when = f"{duration_text(abs(ago))} {'before' if ago >= 0 else 'after'}"
     what = operation_text(call, last.key) if call.is_message else call.operation
-    where = f"{what} ({call_text(last.key)}){_at(call, places)}"
+    where = f"{what} ({call_text(last.key)}){_at(call, folder)}"
     return f"{where}, {'under way since' if call.is_under_way else 'over'} {when}"
 
 
-def _stuck_message(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
+def _stuck_message(row: CallRow, rows: Sequence[CallRow], folder: str) -> str:
     ends = "; ".join(
-        f"{operation_text(call, row.key)}{_at(call, places)} on rank {rank}: {call.outcome}"
+        f"{operation_text(call, row.key)}{_at(call, folder)} on rank {rank}: {call.outcome}"
         for rank, call in row.calls.items()
         if is_stuck(call)
     )
@@ -158,15 +152,15 @@ def _stuck_message(row: CallRow, rows: Sequence[CallRow], places: Places) -> str
         return f"{text}."
     if why is Absence.NO_DUMP:
         return f"{text}; there is no dump of rank {absent}, so look there first."
-    last = _last_text(absent, row, rows, places)
+    last = _last_text(absent, row, rows, folder)
     did = f"its last was {last} this one began" if last else "it made no call on this group"
     return f"{text}; rank {absent} was waited for; {did}."
 
 
-def _stuck(row: CallRow, places: Places) -> str:
+def _stuck(row: CallRow, folder: str) -> str:
     by_outcome = grouped((each.outcome, rank) for rank, each in row.calls.items() if is_stuck(each))
     ends = "; ".join(f"{what} on {ranks_text(ranks)}" for what, ranks in by_outcome.items())
-    made = _made(row.calls[min(row.calls)], places)
+    made = _made(row.calls[min(row.calls)], folder)
     text = (
         f"no rank made another call than the rest, but {call_text(row.key)} ({made}) did not end "
         f"well: {ends}"
@@ -182,7 +176,7 @@ def _stuck(row: CallRow, places: Places) -> str:
     return f"{text}{waits}; {last}."
 
 
-def _before(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
+def _before(row: CallRow, rows: Sequence[CallRow], folder: str) -> str:
     """Describe the last call that all ranks made alike, if any."""
     agreed = [
         each
@@ -192,7 +186,7 @@ def _before(row: CallRow, rows: Sequence[CallRow], places: Places) -> str:
     if not agreed:
         return ""
     last = max(agreed, key=lambda each: each.key.sequence)
-    made = _made(last.calls[min(last.calls)], places)
+    made = _made(last.calls[min(last.calls)], folder)
     return f" The last that all made: {made} ({call_text(last.key)})."
 
 
@@ -212,12 +206,12 @@ def _last_of(rank: int, row: CallRow, rows: Sequence[CallRow]) -> CallRow | None
     return max(same, key=lambda each: each.calls[rank].began, default=None)
 
 
-def _made(call: DumpedCall, places: Places) -> str:
-    return f"{call.operation}{_at(call, places)}"
+def _made(call: DumpedCall, folder: str) -> str:
+    return f"{call.operation}{_at(call, folder)}"
 
 
-def _at(call: DumpedCall, places: Places) -> str:
-    return f" at {places.text(call)}" if call.call_site else ""
+def _at(call: DumpedCall, folder: str) -> str:
+    return f" at {call.call_site.removeprefix(folder)}" if call.call_site else ""
 
 
 # Smaller differences between the times at which ranks made a call are not shown.
@@ -255,12 +249,12 @@ def _clock_line(host: str, clock: Clock, reference: str) -> str:
     return f"host {host!r}: its clock is {off} {side} {reference!r}'s, {margin}; corrected"
 
 
-def sections(rows: Sequence[CallRow], places: Places, last: int) -> list[str]:
+def sections(rows: Sequence[CallRow], folder: str, last: int) -> list[str]:
     """Return one table for each lane of each group.
 
     Args:
         rows: all matched calls, oldest first.
-        places: shortens call sites.
+        folder: the beginning of call sites, which is left out.
         last: how many calls of a lane to show; marked calls are always shown.
     """
     by_lane = grouped(((row.key.group, row.key.ranks, row.key.lane), row) for row in rows)
@@ -270,16 +264,20 @@ def sections(rows: Sequence[CallRow], places: Places, last: int) -> list[str]:
         lines += ["", group_text(of_lane[-1])]
         if left_out := len(of_lane) - len(shown):
             lines.append(f"  ({left_out} earlier; --last {len(of_lane)} shows them)")
-        lines += aligned([cells for row in shown for cells in _cells(row, places)])
+        lines += aligned([cells for row in shown for cells in _cells(row, folder)])
     return lines
 
 
-def _cells(row: CallRow, places: Places) -> list[list[str]]:
+def _cells(row: CallRow, folder: str) -> list[list[str]]:
     """Return the lines of a row, each as a list of columns."""
     alike: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for rank, call in row.calls.items():
         name = f" [{call.fingerprint:08x}]" if row.has_other_names else ""
-        did = (operation_text(call, row.key) + name, places.text(call), call.outcome)
+        did = (
+            operation_text(call, row.key) + name,
+            call.call_site.removeprefix(folder),
+            call.outcome,
+        )
         alike[did].append(rank)
     lines = [[ranks_text(ranks), *did, _spent(row, ranks)] for did, ranks in alike.items()]
     missed = grouped((why, rank) for rank, why in row.absent.items())
