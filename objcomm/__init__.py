@@ -19,8 +19,8 @@ Without a launcher, the program is the only rank, and every call works:
     >>> config = objcomm.broadcast({"lr": 0.1} if objcomm.rank() == 0 else None)
     >>> config
     {'lr': 0.1}
-    >>> objcomm.gather({"rank": objcomm.rank(), "right": 40})
-    [{'rank': 0, 'right': 40}]
+    >>> objcomm.gather({"rank": objcomm.rank(), "score": 40})
+    [{'rank': 0, 'score': 40}]
     >>> objcomm.all_reduce({"cat"}, "union")
     {'cat'}
     >>> objcomm.shutdown()
