@@ -41,8 +41,8 @@ def _parser(typed: str) -> argparse.ArgumentParser:
         "inspect",
         help="compare the ranks' dumps and report where they diverge",
         description="Reads what objcomm.recorder.dump, or an error with a record folder, wrote on "
-        "each rank; matches the ranks' calls; prints them; and says where the ranks part. Lines "
-        "marked > are calls in which they do.",
+        "each rank; matches the ranks' calls; prints them; and says where the ranks diverge. Lines "
+        "marked > are the calls that differ.",
         epilog="Example: %(prog)s records/ --trace trace.json",
     )
     inspecting.add_argument(
@@ -50,7 +50,7 @@ def _parser(typed: str) -> argparse.ArgumentParser:
         nargs="+",
         type=Path,
         metavar="FILE",
-        help="a rank's dump; or a folder, of which every objcomm-*.json is read",
+        help="a rank's dump, or a folder with objcomm-*.json files",
     )
     inspecting.add_argument(
         "--trace",
@@ -63,16 +63,16 @@ def _parser(typed: str) -> argparse.ArgumentParser:
         type=int,
         default=20,
         metavar="N",
-        help="show the last N calls of each lane (default: %(default)s); marked ones always",
+        help="show the last N calls of each lane, and all marked calls (default: %(default)s)",
     )
     inspecting.set_defaults(room="_observe.inspect", refuse=inspecting.error)
 
     examining = commands.add_parser(
         "doctor",
-        help="report why ranks would not meet, or would be slow",
-        description="Alone it checks this host. Started by torchrun, srun or mpirun on every rank "
-        "it also checks that the ranks meet, that each reaches every other, and how fast their "
-        "links are; rank 0 reports. A rank that can't meet rank 0 reports to stderr.",
+        help="report why ranks would fail to meet, or would be slow",
+        description="Run alone, it checks this host. Started by torchrun, srun or mpirun on every "
+        "rank, it also checks that the ranks meet, that each reaches every other, and how fast "
+        "their links are; rank 0 reports. A rank that can't reach rank 0 reports to stderr.",
         epilog="Exit status: 0 if nothing was found, 1 if something will break or slow a job, 2 if "
         "an argument is wrong. Example: torchrun --nproc-per-node 4 -m objcomm doctor --png a.png",
     )
@@ -80,51 +80,53 @@ def _parser(typed: str) -> argparse.ArgumentParser:
         "--nproc",
         type=int,
         metavar="N",
-        help="start N ranks on this host and let them do it; not under a launcher",
+        help="check with N ranks started on this host; not for use under a launcher",
     )
     examining.add_argument(
         "--timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="how long to wait for ranks (default: %(default)g); all the rest takes as long again "
-        "at most",
+        help="how long to wait for the ranks, and how long the checks may then take "
+        "(default: %(default)g)",
     )
     examining.add_argument("--quick", action="store_true", help="do not measure the links")
     examining.add_argument(
         "--png", type=Path, metavar="FILE", help="draw latency and bandwidth as heat maps"
     )
-    examining.add_argument("--json", type=Path, metavar="FILE", help="write all that was found")
+    examining.add_argument("--json", type=Path, metavar="FILE", help="write all findings")
     examining.set_defaults(room="_bootstrap.doctor", refuse=examining.error)
 
     watching = commands.add_parser(
         "top",
         help="show live what each rank of a running job is doing",
         description="Attaches to a running job through the store in which its ranks met, and "
-        "shows for each rank its call, for which rank it waits and since when, its line, its calls "
-        "and bytes per second, and for how long others waited for it in the last minute.",
-        epilog="Exit status: 0 if the job was seen, 1 if there is none, 2 if an argument is wrong. "
+        "shows for each rank its call, which rank it waits for and for how long, its line, its "
+        "calls and bytes per second, and how long others waited for it in the last minute.",
+        epilog="Exit status: 0 if the job was found, 1 if not, 2 if an argument is wrong. "
         "Example: %(prog)s --store node0:29500",
     )
     watching.add_argument(
         "--store",
         metavar="HOST:PORT",
-        help="the job's store (default: MASTER_ADDR and MASTER_PORT of the environment)",
+        help="the job's store (default: MASTER_ADDR and MASTER_PORT from the environment)",
     )
     watching.add_argument(
         "--interval",
         type=float,
         default=1.0,
         metavar="SECONDS",
-        help="time from one look to the next (default: %(default)g)",
+        help="time between two updates (default: %(default)g)",
     )
-    watching.add_argument("--once", action="store_true", help="look for one interval, and end")
-    watching.add_argument("--json", action="store_true", help="print a JSON object for each look")
+    watching.add_argument(
+        "--once", action="store_true", help="watch for one interval, print it, and exit"
+    )
+    watching.add_argument("--json", action="store_true", help="print a JSON object for each update")
     watching.add_argument(
         "--prometheus",
         type=int,
         metavar="PORT",
-        help="also serve metrics at this port of 127.0.0.1; 0 takes a free one",
+        help="also serve metrics on this port of 127.0.0.1; 0 picks a free one",
     )
     watching.set_defaults(room="_bootstrap.top", refuse=watching.error)
     return parser

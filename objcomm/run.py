@@ -19,8 +19,8 @@ _NAME = "objcomm.run"
 _LAUNCHERS = {"accelerate", "deepspeed", "mpiexec", "mpirun", "srun", "torchrun"}
 
 _EPILOG = """\
-Everything else is the program's as it would be without: its arguments, __main__, exit status,
-tracebacks, and the processes that it starts. Each rank is started this way:
+Everything else is the same as without it: the program's arguments, __main__, exit status,
+tracebacks, and the processes that it starts. Start every rank this way:
 
   torchrun --nproc-per-node=4 -m objcomm.run train.py --lr 0.1
   torchrun --nproc-per-node=4 -m objcomm.run -m package.train
@@ -56,8 +56,8 @@ def _parsed(argv: Sequence[str], typed: str) -> tuple[Sequence[str], bool]:
     parser = argparse.ArgumentParser(
         prog=typed,
         usage="%(prog)s [--report] (SCRIPT | -m MODULE) [ARGUMENT ...]",
-        description="Runs a program with torch's object collectives replaced by objcomm's, also "
-        "where their names are imported early. Rank 0 says so in one line on standard error.",
+        description="Runs a program with torch's object collectives replaced by objcomm's, "
+        "wherever it imports\nthem. Rank 0 prints one line that says so to standard error.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -65,8 +65,8 @@ def _parsed(argv: Sequence[str], typed: str) -> tuple[Sequence[str], bool]:
     parser.add_argument(
         "--report",
         action="store_true",
-        help="rank 0 prints at its end how many calls all ranks made, what they moved and took, "
-        "and the program's slowest lines",
+        help="when it ends, rank 0 prints how many calls all ranks made, how many bytes they "
+        "moved, how long they took, and the program's slowest lines",
     )
     own = next((at for at, each in enumerate(argv) if not each.startswith("--")), len(argv))
     if argv[own : own + 1] == ["-h"]:
