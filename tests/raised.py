@@ -1,4 +1,8 @@
-"""The texts that objcomm raises, with gaps, and whether a message contains one."""
+"""The texts that objcomm raises, with gaps, and the page that explains them.
+
+``python -m tests.raised`` writes the texts into ``docs/errors.md``. The page has an explanation for
+each of them, or lists it between two comments, where one explanation is enough for many.
+"""
 
 import ast
 import re
@@ -8,9 +12,12 @@ from typing import NamedTuple
 
 _ROOT = Path(__file__).parents[1]
 _PACKAGE = _ROOT / "objcomm"
+PAGE = _ROOT / "docs" / "errors.md"
 _GAP = "…"  # varies from case to case, on the page and here
 _TOLD = ("Error", "Timeout", "Position")  # classes whose text a user reads
 _FEWEST_WORDS = 2  # shorter texts are names, such as a codec's
+_SPAN = re.compile(r"`([^`\n]+)`")
+_LIST = re.compile(r"(<!-- other texts of (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def words(text: str) -> list[str]:
@@ -81,3 +88,48 @@ def is_in(text: str, message: list[str]) -> bool:
             return False
         at = begin + len(want)
     return True
+
+
+def spans(page: str) -> list[list[str]]:
+    """List what a page formats as code, each split into words."""
+    return [words(span) for span in _SPAN.findall(page)]
+
+
+def written(page: str) -> str:
+    """Return the page of errors with the texts that the code has.
+
+    A text that the page explains keeps its place, and is completed by the advice at its end. The
+    lists get the texts of a class, or of a folder, that the page does not explain.
+    """
+    found = raised()
+    known = {_key(each.sentence): _shown(each.text) for each in found}
+    explained = spans(_LIST.sub("", page))
+
+    def complete(match: re.Match[str]) -> str:
+        span = match[1]
+        return f"`{known.get(_key(span.split('; ')[0]), span)}`"
+
+    def fill(match: re.Match[str]) -> str:
+        texts = {
+            _shown(each.text)
+            for each in found
+            if (each.of == match[2] or each.where.startswith(f"objcomm/{match[2]}"))
+            and not any(is_in(each.sentence, span) for span in explained)
+        }
+        lines = [f"- `{text}`\n" for text in sorted(texts, key=words)]
+        return "".join([match[1], "\n", *lines, "\n", match[3]])
+
+    return _LIST.sub(fill, _SPAN.sub(complete, page))
+
+
+def _shown(text: str) -> str:
+    """Return a text as the page shows it: with one gap at a time, and a colon after a call."""
+    return re.sub(rf"^{_GAP}(?=\w)", f"{_GAP}: ", re.sub(rf"{_GAP}(\s*{_GAP})+", _GAP, text))
+
+
+def _key(text: str) -> tuple[str, ...]:
+    return tuple(words(_shown(text)))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
