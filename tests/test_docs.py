@@ -54,17 +54,17 @@ def test_a_block_of_the_documentation_runs(block: Block, tmp_path: Path) -> None
 
 #: Values that a page promises, and the place of each in the code.
 NUMBERS = [
-    (Settings.report_after, "failures", "A call that has waited for {:g} s is [logged]"),
-    (Settings.report_after, "multi-host", "`objcomm.configure(report_after=…)` | {:g} s |"),
-    (Settings.lost_after, "failures", "on which nothing came back for {:g} s ends"),
-    (Settings.lost_after, "multi-host", "`objcomm.configure(lost_after=…)` | {:g} s |"),
-    (mesh._REPORT_SECONDS, "failures", "A first use that waits for {:g} s is logged"),  # noqa: SLF001  # promised
-    (launch._GRACE_SECONDS, "starting", "The other ranks have {:g} s to notice"),  # noqa: SLF001  # likewise
-    (mailbox._KEPT_MAX_NBYTES >> 20, "point-to-point", "keeps up to {} MiB of one sender's"),  # noqa: SLF001  # likewise
-    (FOREVER_SECONDS // 86400, "failures", "Longer limits than {:g} days, "),
-    (FOREVER_SECONDS // 86400, "failures", "included, count as {:g} days."),
-    (header._NAME_MIN_NBYTES, "failures", "the beginning of the call's `name=`: {} bytes"),  # noqa: SLF001  # likewise
-    (failure_message._TEXT_MAX_NBYTES, "failures", "of more than {} bytes is cut in the middle"),  # noqa: SLF001  # likewise
+    (Settings.report_after, "guide/failures", "A call that has waited for {:g} s is [logged]"),
+    (Settings.report_after, "guide/multi-host", "`objcomm.configure(report_after=…)` | {:g} s |"),
+    (Settings.lost_after, "guide/failures", "on which nothing came back for {:g} s ends"),
+    (Settings.lost_after, "guide/multi-host", "`objcomm.configure(lost_after=…)` | {:g} s |"),
+    (mesh._REPORT_SECONDS, "reference/failing", "A first use that waits for {:g} s is logged"),  # noqa: SLF001  # promised
+    (launch._GRACE_SECONDS, "guide/starting", "The other ranks have {:g} s to notice"),  # noqa: SLF001  # likewise
+    (mailbox._KEPT_MAX_NBYTES >> 20, "guide/point-to-point", "keeps up to {} MiB of one sender's"),  # noqa: SLF001  # likewise
+    (FOREVER_SECONDS // 86400, "reference/failing", "Longer limits than {:g} days, "),
+    (FOREVER_SECONDS // 86400, "reference/failing", "included, count as {:g} days."),
+    (header._NAME_MIN_NBYTES, "reference/failing", "the beginning of the call's `name=`: {} bytes"),  # noqa: SLF001  # likewise
+    (failure_message._TEXT_MAX_NBYTES, "reference/failing", "of more than {} bytes is cut in"),  # noqa: SLF001  # likewise
 ]
 
 
@@ -72,7 +72,7 @@ NUMBERS = [
 def test_a_page_promises_the_number_that_the_code_has(
     value: float, page: str, sentence: str
 ) -> None:
-    text = (_ROOT / "docs" / "guide" / f"{page}.md").read_text(encoding="utf-8")
+    text = (_ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     assert sentence.format(value) in " ".join(text.split())
 
 
