@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -261,7 +262,12 @@ def _digits(value: float) -> str:
 def _figure(record: Record) -> str:
     values = (record.median, record.p10, record.p90)
     middle, low, high = (amount(value, record.metric) for value in values)
-    return middle if middle == low == high else f"{middle} ({low} – {high})"
+    if middle == low == high:
+        return middle
+    number, _, unit = low.partition(" ")
+    if unit == high.partition(" ")[2]:
+        low = number  # the unit follows the second number
+    return f"{middle} ({low} – {high})"
 
 
 def _outcome(found: Judgement) -> str:
@@ -276,9 +282,22 @@ def _allowed(found: Judgement) -> str:
     return f"{found.target.at_most:.2f}"
 
 
+_NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
+_FIGURE = re.compile(r"[\d.,]+( (s|ms|µs|MB|B))?( \(.*\))?(; .*)?|–|")
+_INSIDE_A_FIGURE = re.compile(r"(?<=\d) (?=(s|ms|µs|MB|B|KiB|MiB|×|–)(\W|$))|(?<=[–×]) ")
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Format a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
+    """Format a Markdown table, with columns of figures right-aligned, and no figure broken."""
+    body = [list(row) for row in rows]
+    lines = [
+        head,
+        [
+            "---:" if all(_FIGURE.fullmatch(row[column]) for row in body) else "---"
+            for column in range(len(head))
+        ],
+        *([_INSIDE_A_FIGURE.sub(_NO_BREAK_SPACE, cell) for cell in row] for row in body),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
