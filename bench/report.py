@@ -267,7 +267,7 @@ def _figure(record: Record) -> str:
     number, _, unit = low.partition(" ")
     if unit == high.partition(" ")[2]:
         low = number  # the unit follows the second number
-    return f"{middle} ({low} – {high})"
+    return f"{middle} ({low} to {high})"
 
 
 def _outcome(found: Judgement) -> str:
@@ -284,7 +284,9 @@ def _allowed(found: Judgement) -> str:
 
 _NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
 _FIGURE = re.compile(r"[\d.,]+( (s|ms|µs|MB|B))?( \(.*\))?(; .*)?|–|")
-_INSIDE_A_FIGURE = re.compile(r"(?<=\d) (?=(s|ms|µs|MB|B|KiB|MiB|×|–)(\W|$))|(?<=[–×]) ")
+_INSIDE_A_FIGURE = re.compile(
+    r"(?<=\d) (?=(s|ms|µs|MB|B|KiB|MiB|to|×)(\W|$))|(?<=\bto) (?=\d)|(?<=×) "
+)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

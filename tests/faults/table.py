@@ -14,31 +14,32 @@ BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 _HEAD = f"""
 ## How it was tried
 
-Three ranks on one machine; each contributes {LARGE_NBYTES >> 20} MiB. The source of a broadcast or
-scatter is the rank to which it happens, the destination of a gather or reduce is rank 0. What
-several ranks saw alike stands there once; "naming" lists the ranks in the error's attributes, and
-seconds count from the fault. Where only a limit can end the wait, objcomm's calls have one of
-{LIMIT_SECONDS:g} s. Torch's take none of their own, so their group has one of
-{TORCHS_LIMIT_SECONDS:g} s. For the interrupt, the others make their call when it is over.
+Three ranks ran on one machine, and each contributed {LARGE_NBYTES >> 20} MiB. In a broadcast or
+scatter the fault happens to the source; the destination of a gather or reduce is rank 0. What
+several ranks saw alike is listed once; "naming" lists the ranks in the error's attributes, and
+seconds count from the fault. Where only a time limit can end the wait, objcomm's calls have a limit
+of {LIMIT_SECONDS:g} s. Torch's calls take no limit, so their group has one of
+{TORCHS_LIMIT_SECONDS:g} s. When a rank is interrupted, the others make their call afterwards.
 
-From `send` to `probe` two ranks talk: the one to which it happens, and the lowest other one, whose
-call the row has. The third waits for a message that the second sends when its own call is over.
-After `probe` comes a `recv`. `sendrecv` goes round in a ring of all three. Where the sockets of one
-of two close, neither can tell whose it was. What makes groups has no payload: there, and in a
-barrier, it happens before the header instead, and for "in the payload" while the new group
-connects, which in torch only a limit ends; a forked child would keep that until its limit, so there
-it happens before the header, too. `new_group` gets a list of all three, who meet apart from
-the world; afterwards the survivors make a group of themselves in the same way. Torch has connected
-before any call, and has no error that a group outlives: of these two rows it has none.
+In the rows from `send` to `probe`, two ranks exchange a message: the one to which the fault
+happens, and the lowest other one, which makes the call in the first column. The third waits for a
+message that the second sends after its own call. `probe` is followed by a `recv`, and `sendrecv`
+passes messages around a ring of all three. If the sockets between two ranks close, neither can tell
+which of them closed them. Calls that create groups have no payload, so the fault happens before the
+header instead, as it does in a barrier, and for "in the payload" while the new group connects,
+which in torch only a limit ends. A forked child would keep the sockets open until its limit, so
+with one the fault happens before the header too. `new_group` gets a list of all three ranks, which
+meet separately from the world; afterwards the survivors create a group of themselves in the same
+way. Torch has connected before any call, and has no error that a group survives, so two of the
+tables have nothing for it.
 """
 
 
 _IN_SHORT = """
 ## In short
 
-What the ranks heard that waited for the one to which it happened, in all operations together, and
-how long after the fault. Each fault leads to its table. Torch was not tried where its column is
-empty.
+What the ranks that waited for the affected rank saw, in all operations together, and how long after
+the fault. Each fault links to its table. An empty cell means that torch was not tried.
 """
 
 _OF_A_WAIT = re.compile(
