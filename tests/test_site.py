@@ -102,6 +102,13 @@ def test_the_reference_shows_nothing_private(site: Path) -> None:
     assert not [name for name in entries(site) if re.search(r"\._(?!_)", name)]
 
 
+def test_a_power_is_not_bold_and_a_bar_in_a_table_has_no_backslash(site: Path) -> None:
+    for path in site.rglob("index.html"):
+        text = re.sub(r"<pre>.*?</pre>", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        wrong = re.search(r".{,60}(\d<strong>|\\\|).{,60}", text)  # 2**31 needs backticks
+        assert wrong is None, f"{path.relative_to(site)}: {wrong[0]}"
+
+
 def test_what_python_has_compiled_is_not_published() -> None:
     """Python writes the hook's own compiled files next to the pages after a build has started."""
     loaded = load_config(str(Path(__file__).parents[1] / "mkdocs.yml"))
