@@ -375,7 +375,7 @@ _NEVER = timedelta(days=365)
 
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_environment = threading.Lock()
+_environment = threading.RLock()  # a destructor may create another
 
 
 @contextlib.contextmanager
@@ -383,7 +383,8 @@ def _errors_left_to_objcomm() -> Iterator[None]:
     """Create a backend of NCCL whose watchdog does not end the process when a peer has died.
 
     A verdict aborts it instead. ``dist.distributed_c10d._abort_process_group`` asks for this
-    setting, which NCCL's backend reads from the environment when it is created.
+    setting, which NCCL's backend reads from the environment when it is created: its options have
+    none for it. A group that another thread creates at the same moment gets the setting, too.
     """
     with _environment:
         before = os.environ.get(_ERROR_HANDLING)

@@ -116,9 +116,10 @@ class DevicePath:
         self._apart.abandon()
         pool = ThreadPool()
         for link in self._links.values():
-            # Aborting waits for kernels to end. Without a thread, the transfer keeps its own.
-            with contextlib.suppress(RuntimeError):
-                pool.submit(link.abort)
+            try:
+                pool.submit(link.abort)  # waits for kernels to end
+            except RuntimeError:  # no more threads, so a caller may be in the transfer itself
+                link.abort()
         pool.close()
 
     def joined(self, device_type: str, linked: str) -> torch.device | None:
@@ -278,7 +279,7 @@ class BackendLink:
         self._members = tuple(members)
         self._backend: Any = None
         self._is_aborted = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a destructor may abort it at any step
 
     # ``wait`` makes the current stream wait for the backend's, and usually not the caller.
 
@@ -308,7 +309,7 @@ class BackendLink:
             self._is_aborted = True
             backend, self._backend = self._backend, None
         if backend is not None:
-            with contextlib.suppress(RuntimeError):  # a backend that cannot be aborted
+            with contextlib.suppress(Exception):  # a backend that cannot be aborted
                 backend.abort()
 
     def _own(self) -> Any:
