@@ -184,6 +184,7 @@ class _Devices:
         room: limit of the bytes on each device, if there is one.
         allocated: total number of allocations per device.
         queued: the most recent queued operations.
+        busy: streams that must be left alone; see ``left_alone``.
     """
 
     def __init__(self) -> None:
@@ -194,6 +195,7 @@ class _Devices:
         self.room: dict[int, int] = {}
         self.allocated: Counter[int] = Counter()
         self.queued: deque[Queued] = deque(maxlen=10_000)
+        self.busy: set[_Key] = set()
         self.stream_numbers = itertools.count(1)
         self._addresses = itertools.count(_FIRST_ADDRESS, _ADDRESSES_EACH)
         # Held while more than one of these is read or changed: threads share a stream.
@@ -262,6 +264,7 @@ class _Devices:
             for index in {tensor.device.index for tensor in (*reads, *writes)}:
                 self.contexts.add(index)
                 stream = _key(current_stream(index) if on is None else on)
+                self.leave_alone(stream)
                 self.queued.append(Queued(*stream, name))
                 self._reached[stream] += 1
             for tensor in writes:
@@ -273,9 +276,15 @@ class _Devices:
         with self._lock:
             self.memory(tensor).written = stream, self._reached[stream]
 
+    def leave_alone(self, *streams: _Key) -> None:
+        """Raise if one of these streams is busy."""
+        for number, at in self.busy.intersection(streams):
+            raise RuntimeError(f"stream {at} of {NAME}:{number} is busy with other work")
+
     def order(self, first: _Key, then: _Key) -> None:
         """Let what ``then`` queues from now on come after everything queued on ``first``."""
         with self._lock:
+            self.leave_alone(first, then)
             waited = self._waited.setdefault(then, Counter())
             waited |= self._waited.get(first, Counter())
             waited[first] = self._reached[first]
@@ -283,6 +292,7 @@ class _Devices:
     def finish_all(self, index: int) -> None:
         """Let the CPU wait for everything queued on a device."""
         with self._lock:
+            self.leave_alone(*(each for each in self.busy if each[0] == index))
             for stream in list(self._reached):
                 if stream[0] == index:
                     self.finish(stream)
@@ -290,6 +300,7 @@ class _Devices:
     def finish(self, stream: _Key) -> None:
         """Let the CPU wait for everything queued on a stream."""
         with self._lock:
+            self.leave_alone(stream)
             self._finished |= self._waited.get(stream, Counter())
             self._finished[stream] = self._reached[stream]
 
@@ -535,6 +546,14 @@ def queued() -> list[Queued]:
     noted = list(_devices().queued)
     _devices().queued.clear()
     return noted
+
+
+@contextlib.contextmanager
+def left_alone(stream: torch.Stream) -> Iterator[None]:
+    """Fail whatever queues on a stream in the block, waits for it, or lets it wait."""
+    _devices().busy.add(_key(stream))
+    yield
+    _devices().busy.discard(_key(stream))
 
 
 @contextlib.contextmanager

@@ -205,3 +205,23 @@ def test_models_learn_on_it() -> None:
         assert theirs.grad is not None
         assert theirs.grad.device == torch.device("standin:0")
         assert torch.equal(mine, theirs.cpu())
+
+
+@solo()
+def test_a_stream_that_is_left_alone_neither_waits_nor_is_waited_for() -> None:
+    device.set_up()
+    there, own = torch.ones(3).to("standin"), torch.accelerator.current_stream()
+    other = Stream()
+    with device.left_alone(own):
+        for touch in (
+            lambda: there.add_(1),
+            torch.accelerator.synchronize,
+            own.synchronize,
+            lambda: other.wait_stream(own),
+            lambda: own.wait_stream(other),
+        ):
+            with pytest.raises(RuntimeError, match="stream 0 of standin:0 is busy"):
+                touch()
+    torch.accelerator.synchronize()
+    with device.left_alone(own), other:
+        assert (there + 1).cpu().tolist() == [2, 2, 2]

@@ -131,6 +131,78 @@ def test_a_thousand_small_tensors_take_one_copy_or_few_transfers() -> None:
     assert_group_works()
 
 
+def isend_and_recv(obj: Any, **options: Any) -> Any:
+    """Send to the next rank and receive from the one before."""
+    rank, size = objcomm.rank(), objcomm.world_size()
+    work = objcomm.isend(obj, (rank + 1) % size, **options)
+    got = objcomm.recv((rank - 1) % size)
+    work.wait()
+    return got
+
+
+def gather_in_the_background(obj: Any) -> Any:
+    """Gather on another thread than the caller's."""
+    work: Any = objcomm.all_gather(obj, async_op=True)
+    return work.wait()
+
+
+#: Every operation that moves device tensors from rank to rank.
+ALL_OPERATIONS = {
+    **{name: OPERATIONS[name] for name in OBJECT_OPERATIONS},
+    "sendrecv": MESSAGES["sendrecv"],
+    "isend and recv": isend_and_recv,
+}
+
+
+@ranks(2, 3, joined=False)
+def test_small_tensors_take_one_copy_for_each_message_of_every_operation() -> None:
+    join()
+    rank, size = objcomm.rank(), objcomm.world_size()
+    state = {f"w{at}": torch.full((3,), float(at + rank)).to("standin") for at in range(40)}
+    objcomm.barrier()
+    for name, call in ALL_OPERATIONS.items():
+        for codec in ("pickle", "msgpack"):
+            device.queued()
+            with case(name, codec):
+                got = call(state, codec=codec)
+                # At most one message to and one from each rank, itself included. A function gets
+                # copies, which the codec creates in CPU memory.
+                assert len(copies()) <= 2 * size or name in WITH_FUNCTION
+                for each in got if isinstance(got, list) else [got]:
+                    assert each is None or set(devices_in(each)) == {own_device()}
+                    assert each is None or float(each["w9"][0].cpu()) in range(9, 9 + size)
+    assert made() == []
+    assert_group_works()
+
+
+@ranks(2, 3, joined=False)
+def test_a_call_on_one_stream_leaves_the_others_alone() -> None:
+    join()
+    rank = objcomm.rank()
+    mine = {
+        "large": torch.full((LARGE,), float(rank)).to("standin"),
+        "small": torch.full((3,), float(rank)).to("standin"),
+        "on the host": torch.full((LARGE,), rank),
+    }
+    calls: dict[str, Any] = {
+        **ALL_OPERATIONS,
+        "all_reduce of a tree": lambda obj: objcomm.all_reduce(obj, "sum"),
+        "broadcast_tensors": lambda obj: objcomm.models.broadcast_tensors(obj.items()),
+        "in the background": gather_in_the_background,
+        "from the CPU": lambda obj: objcomm.broadcast(obj["on the host"], device="standin"),
+    }
+    default, side = torch.accelerator.current_stream(), device.Stream()
+    side.wait_stream(default)
+    objcomm.barrier()
+    with side, device.left_alone(default):
+        for name, call in calls.items():
+            with case(name):
+                call(mine)
+                assert torch.accelerator.current_stream() == side
+    assert made()
+    assert_group_works()
+
+
 @ranks(2, 3, joined=False)
 def test_messages_between_two_ranks_carry_them_too() -> None:
     join()
