@@ -32,7 +32,7 @@ from tests.ranks import ranks
 from tests.standin import device
 from tests.standin.backend import journal
 from tests.standin.worlds import join, joined_by, made, own_device
-from tests.waits import PATIENCE_S, wait_until
+from tests.waits import PATIENCE_S, wait_until, within
 
 LARGE = 100_000  # elements, so that the member does not fit into the window
 
@@ -133,7 +133,8 @@ def test_a_backend_that_fails_on_one_rank(fault: str) -> None:
 
 
 @ranks(2, 3, joined=False, disposable=True)
-def test_a_limit_ends_a_call_whose_backend_stalls() -> None:
+@pytest.mark.parametrize("at_wait", [False, True], ids=["in the call", "in its wait"])
+def test_a_limit_ends_a_call_whose_backend_stalls(*, at_wait: bool) -> None:
     join()
     rank, last = objcomm.rank(), objcomm.world_size() - 1
     is_over = threading.Event()
@@ -148,7 +149,7 @@ def test_a_limit_ends_a_call_whose_backend_stalls() -> None:
         with case(name):
             group = group_that_has_met()
             if rank == last:
-                journal().interrupt("", stall)
+                journal().interrupt("", stall, at_wait=at_wait)
             error = None
             try:
                 call(given, group=group, timeout=1)
@@ -189,6 +190,20 @@ def test_a_rank_that_dies_in_the_middle(name: str) -> None:
     survivors = objcomm.new_group([0, 2])
     got = objcomm.all_gather(given, group=survivors)
     assert [int(each[0].cpu()) for each in got] == [0, 2]
+
+
+@pytest.mark.timed
+@ranks(2, joined=False, expect_dead={1})
+@pytest.mark.parametrize("name", ["broadcast", "all_gather", "all_reduce of a tree"])
+def test_a_death_in_a_transfer_is_raised_within_two_seconds(name: str) -> None:
+    join()
+    group, given = group_that_has_met(), mine()
+    if objcomm.rank():
+        journal().interrupt("", lambda: os._exit(1))
+        CALLS[name](given, group=group)
+    with within(2.0):  # the other rank dies after this began
+        error = error_in(TransportError, lambda: CALLS[name](given, group=group))
+    assert error.peers == (1,)
 
 
 @ranks(2, joined=False, expect_dead={1})

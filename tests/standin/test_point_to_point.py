@@ -272,6 +272,19 @@ def test_a_backend_that_fails_ends_the_call_on_both(operation: str) -> None:
     assert [each.is_aborted for each in journal().communicators] == [True, False]
 
 
+@ranks(2, joined=False, expect_dead=[1])
+def test_who_dies_while_no_thread_waits_is_named_by_the_work() -> None:
+    join()
+    rank = here().rank
+    works = [objcomm.irecv(1 - rank), objcomm.isend(filled(rank), 1 - rank)]
+    if rank:
+        journal().interrupt("", lambda: os._exit(1))
+    for work in works:
+        error = error_in(TransportError, work.wait)
+        assert not isinstance(error, TransportTimeout)
+        assert error.peers == (1,)
+
+
 @ranks(2, joined=False)
 def test_who_has_no_room_says_so_before_anything_moves() -> None:
     join()
