@@ -12,6 +12,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,9 @@ _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 _HASHED_AT_ONCE_NBYTES = 4 << 20
 # The disk works during the transfer, and not only at its end.
 _WRITTEN_AT_ONCE_NBYTES = 32 << 20
+# A journal commits what waits for it at the same time. On ext4, 1,500 small files took 6.5 s one by
+# one, 0.3 s eight at a time and 0.2 s 32 at a time.
+_SYNCED_AT_ONCE = 16
 
 
 class Listing(NamedTuple):
@@ -179,16 +183,22 @@ class Reader:
     """Reads the files of a listing in order."""
 
     def __init__(self, top: Path, listing: Listing) -> None:
-        """Name what is read, without opening it.
+        """Note when each file was last changed, without opening it.
 
         Args:
             top: the path of the file or folder.
             listing: its content.
+
+        Raises:
+            OSError: a file is not there any more.
         """
         self._top = top
         self._listing = listing
         self._file = self._descriptor = -1
-        self._changed_at = 0  # when the open file was last changed
+        self._changed_at = [
+            (top / name).stat().st_mtime_ns if size > 0 else 0
+            for name, size in zip(listing.names, listing.sizes, strict=True)
+        ]
 
     def close(self) -> None:
         """Close the file that is open."""
@@ -198,7 +208,7 @@ class Reader:
         """Read a piece.
 
         Raises:
-            OSError: a file can't be read, or has changed since it was listed.
+            OSError: a file can't be read, or has changed since this reader was created.
         """
         at = 0
         for file, begin, nbytes in piece:
@@ -206,7 +216,6 @@ class Reader:
             if self._file != file:
                 self.close()
                 self._descriptor, self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC), file
-                self._changed_at = os.fstat(self._descriptor).st_mtime_ns
             end, start = at + nbytes, begin
             while at < end:
                 read = os.preadv(self._descriptor, [into[at:end]], start)
@@ -214,7 +223,8 @@ class Reader:
                     raise _changed(path)
                 at, start = at + read, start + read
             about = os.fstat(self._descriptor)
-            if (about.st_size, about.st_mtime_ns) != (self._listing.sizes[file], self._changed_at):
+            listed_as = self._listing.sizes[file], self._changed_at[file]
+            if (about.st_size, about.st_mtime_ns) != listed_as:
                 raise _changed(path)
 
 
@@ -323,7 +333,7 @@ class Copy:
         Raises:
             OSError: the disk is full, or has failed.
         """
-        at = 0
+        at, path = 0, self.path
         for file, begin, nbytes in piece:
             path = self.path / self._listing.names[file]
             with self._or_nothing(path):
@@ -350,16 +360,28 @@ class Copy:
         self._close_file()
         listing = self._listing
         entries = [*zip(listing.names, listing.sizes, listing.modes, strict=True)]
-        # The content of a folder comes first.
-        for name, size, mode in reversed(entries):
-            path, is_folder = self.path / name, size == FOLDER
-            with self._or_nothing(path):
-                descriptor = _opened(path, os.O_RDONLY if is_folder else os.O_RDONLY | os.O_CREAT)
-                try:
-                    os.fchmod(descriptor, mode | _PRIVATE_FOLDER if is_folder else mode)
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
+        with (
+            self._or_nothing(self.path),
+            ThreadPoolExecutor(_SYNCED_AT_ONCE, "objcomm-sync") as threads,
+        ):
+            # The content of a folder comes first.
+            for are_folders in (False, True):
+                some = [each for each in reversed(entries) if (each[1] == FOLDER) == are_folders]
+                for _ in threads.map(self._finish, some):
+                    pass
+
+    def _finish(self, entry: tuple[str, int, int]) -> None:
+        name, size, mode = entry
+        path, is_folder = self.path / name, size == FOLDER
+        descriptor = _opened(path, os.O_RDONLY if is_folder else os.O_RDONLY | os.O_CREAT)
+        try:
+            os.fchmod(descriptor, mode | _PRIVATE_FOLDER if is_folder else mode)
+            os.fsync(descriptor)
+        except OSError as error:
+            error.filename = str(path)
+            raise
+        finally:
+            os.close(descriptor)
 
     def publish(self) -> None:
         """Give the copy, which is complete, the name of its destination.

@@ -51,6 +51,7 @@ from objcomm._training.disk import (
 )
 from objcomm._transport.share import Share
 from objcomm._transport.threads import SerialExecutor, carried_out
+from objcomm._wire.failure_message import DisagreementError
 from objcomm._wire.header import Operation, Status
 from objcomm.errors import UsageError, WireError
 
@@ -73,8 +74,9 @@ _PIECES_OF_A_STRETCH = 128
 # So a piece can be sent as soon as the one before has been.
 _RECEIVES_AHEAD = 4
 
-# In place of the digest of a piece that the source could not read.
-_NO_DIGEST = bytes(DIGEST_NBYTES)
+# In place of the digest of a piece that the source could not read. Not zeros: memory or a network
+# card that fails may leave them.
+_NO_DIGEST = digest_of(memoryview(b"a piece that the source could not read"))
 
 
 class FileOptions(CallOptions, WithSource, total=False):
@@ -148,9 +150,9 @@ def broadcast_file(
         NotInGroupError: this rank is not a member of ``group``.
         MissingDependencyError: ``progress`` is set and tqdm is not installed. Raised on each rank
             without tqdm, before any traffic.
-        CollectiveError: a rank could not read or write, or received something else than was sent.
-            Raised on every rank, with that rank's own error, such as the OSError of a full disk.
-            Later calls work.
+        CollectiveError: a rank could not read or write, received something else than was sent, or
+            passed another ``to`` than its host's first rank. Raised on every rank, with that rank's
+            own error, such as the OSError of a full disk. Later calls work.
         DesyncError: ranks are in different operations, or in calls with different names, or only
             some passed ``to``. Raised once on every rank: where it waits, or in its next call.
         TransportTimeout: the timeout expired. Raised on every rank that was still waiting.
@@ -170,6 +172,10 @@ def broadcast_file(
             raise UsageError(
                 f"{_CALLED}: {argument}={given!r} must be the path of a file or folder"
             )
+    if to is not None and not Path(to).name:
+        raise UsageError(
+            f"{_CALLED}: to={os.fspath(to)!r} does not end in a name; pass the name of the copy"
+        )
     whole = resolve(group, _CALLED)
     deadline = whole.deadline(_CALLED, timeout)
     root = whole.root(_CALLED, src, group_src)
@@ -192,6 +198,8 @@ def broadcast_file(
 
     step = "list for memory" if to is None else "list for disk"
     listing, hosts = _announced(begin(group, step, root, confirm=True), path, to)
+    if to is not None and len(set(hosts)) < whole.size:
+        _name_one_copy(begin(group, "names"), to, hosts)
     firsts = topology.firsts(hosts, root)
     own = firsts[hosts[whole.rank]]
     beside = [rank for rank, host in enumerate(hosts) if firsts[host] == own != rank]
@@ -252,8 +260,10 @@ def _listed(path: PathLike | None, to: PathLike | None) -> Listing:
         UsageError: there is no path, or the copy would be part of what is copied.
         OSError: it can't be read.
     """
-    if path is None:
-        raise UsageError(f"{_CALLED}: path=None is on the source; pass the file or folder to copy")
+    if path is None or not os.fspath(path):  # an empty one would be the current folder
+        raise UsageError(
+            f"{_CALLED}: the source passed path={path!r}; pass the file or folder to copy"
+        )
     listing = listed(Path(path))
     if to is not None and Path(path).resolve() in Path(to).resolve().parents:
         raise UsageError(
@@ -261,6 +271,32 @@ def _listed(path: PathLike | None, to: PathLike | None) -> Listing:
             "copy it to another folder"
         )
     return listing
+
+
+def _name_one_copy(call: Call, to: PathLike, hosts: Sequence[int]) -> None:
+    """Raise on all ranks if the ranks of a host name different copies: only one of them writes."""
+
+    def compare(names: list[str]) -> None:
+        first: dict[int, int] = {}
+        reasons = {}
+        for rank, (host, name) in enumerate(zip(hosts, names, strict=True)):
+            usual = first.setdefault(host, rank)
+            if name != names[usual]:
+                reasons[rank] = (
+                    f"to={name!r} must be the same on all ranks of a host, and is "
+                    f"{names[usual]!r} on rank {usual}"
+                )
+        if reasons:
+            raise DisagreementError(reasons)
+
+    with call:
+        decide_in(
+            call,
+            lambda: os.path.realpath(to),  # ranks may be in different folders
+            compare,
+            is_part=lambda plain: type(plain) is str,
+            is_answer=lambda plain: plain is None,
+        )()
 
 
 def _target(
@@ -417,6 +453,10 @@ class _First:
             if each is not None:
                 ends.callback(each.close)
         listing = self._listing
+        reader = None
+        if top is not None:
+            reader = Reader(top, listing)  # before the digests of what the hosts have already
+            ends.callback(reader.close)
         starts = self._starts(top, target)
         plan = pieces(listing.sizes, starts, _PIECE_NBYTES)
         # When a piece is taken, the one before it is still sent and written.
@@ -424,10 +464,6 @@ class _First:
         self._buffers = [empty(nbytes) for _ in range(_RECEIVES_AHEAD + 2)]
         if bar is not None:
             bar.expect(listing.nbytes - sum(starts))
-        reader = None
-        if top is not None:
-            reader = Reader(top, listing)
-            ends.callback(reader.close)
         ends.callback(self._line.drain)  # before the files are closed
         self._stream(plan, reader, target, bar)
         if target is not None:
@@ -565,6 +601,7 @@ class _First:
             flat, error = self._room(at, piece), error or reading.popleft().exception()
             if error is not None:
                 flat.zero_()
+                writable(flat)[-DIGEST_NBYTES:] = _NO_DIGEST
             yield piece, flat, error
 
     def _received(

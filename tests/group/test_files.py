@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm import CollectiveError, DesyncError, NotInGroupError, TransportError
+from objcomm import CollectiveError, DesyncError, NotInGroupError, TransportError, UsageError
 from objcomm._training import files
-from objcomm._training.disk import FOLDER, Copy, Listing, Reader, nbytes_of
+from objcomm._training.disk import FOLDER, Copy, Listing, Reader, digest_of_start, nbytes_of
 from objcomm._wire.header import Operation
 from tests.cases import case
 from tests.group.helpers import assert_group_works, subgroup, tell_all
@@ -249,8 +249,12 @@ def _full() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def _flip_bit(flat: torch.Tensor) -> None:
+    flat[7] ^= 1
+
+
 @contextlib.contextmanager
-def _flipped() -> Iterator[None]:
+def _flipped(damage: Callable[[torch.Tensor], object] = _flip_bit) -> Iterator[None]:
     """Damage the third piece that a rank receives."""
     write, count = files._write, 0  # noqa: SLF001  # where a piece is checked
 
@@ -258,7 +262,7 @@ def _flipped() -> Iterator[None]:
         nonlocal count
         count += 1
         if count == 3:
-            flat[7] ^= 1
+            damage(flat)
         write(target, piece, flat, is_checked=is_checked)
 
     with mock.patch.object(files, "_write", damaged):
@@ -318,6 +322,11 @@ FAULTS: dict[str, tuple[int, str, Callable[[Path, Path], Any]]] = {
         lambda *_: _flipped(),
     ),
     "hostile names": (1, "DecodeError: .*it is not a list of files", lambda *_: _hostile()),
+    "a piece that is zero on the way": (
+        1,
+        "WireError: a piece of a file has another",
+        lambda *_: _flipped(lambda flat: flat.zero_()),
+    ),
 }
 
 
@@ -354,7 +363,8 @@ def test_an_error_on_one_rank_is_every_ranks_and_leaves_nothing(name: str, tmp_p
 
 
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no path": (lambda _: objcomm.broadcast_file(None), "path=None is on the source"),
+    "no path": (lambda _: objcomm.broadcast_file(None), "the source passed path=None"),
+    "an empty path": (lambda _: objcomm.broadcast_file(""), "the source passed path=''"),
     "into itself": (
         lambda top: objcomm.broadcast_file(top, top / "deep" / "copy"),
         "is inside the folder path=",
@@ -377,10 +387,42 @@ def test_what_cannot_be_right_is_refused(name: str, tmp_path: Path) -> None:
     assert_group_works()
 
 
+@pytest.mark.parametrize("to", ["", ".", "/"])
+@ranks(2)
+def test_a_copy_without_a_name_is_refused(to: str) -> None:
+    with pytest.raises(UsageError, match=f"to='{to}' does not end in a name"):
+        objcomm.broadcast_file("source", to)
+
+
+@ranks(3, 4)
+def test_the_ranks_of_a_host_must_name_one_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only one of them writes: another name would not exist."""
+    rank, last = here().rank, here().world_size - 1
+    make_source(tmp_path)
+    path, host = tmp_path / "source", tmp_path / f"{rank % 2}"
+    monkeypatch.chdir(tmp_path)
+    for to, is_right in {
+        host / f"of {'another' if rank == last else 'all'}": False,
+        host / ".." / host.name / "of all": True,
+        Path(host.name, "of all, relative"): True,
+    }.items():
+        with hosts("two hosts"), case(to.name):
+            if is_right:
+                assert objcomm.broadcast_file(path, to).read_bytes() == content()
+                continue
+            with pytest.raises(CollectiveError, match="must be the same on all ranks") as caught:
+                objcomm.broadcast_file(path, to)
+            assert set(caught.value.failures) == {last}
+            assert not host.exists()
+    assert_group_works()
+
+
 @ranks(2)
 def test_memory_and_disk_do_not_match(tmp_path: Path) -> None:
     (tmp_path / "source").touch()
-    with pytest.raises(DesyncError):
+    with pytest.raises(DesyncError, match=r"other op=, to=,"):
         objcomm.broadcast_file(tmp_path / "source", tmp_path / "to" if here().rank else None)
     assert_group_works()
 
@@ -498,6 +540,32 @@ def test_a_broken_transfer_is_continued_if_what_is_there_is_right(
             assert (counted[0] < total - _PIECE_NBYTES) == is_continued
 
 
+@ranks(2, disposable=True)
+def test_a_source_that_changes_between_its_digest_and_its_rest_is_not_mixed(tmp_path: Path) -> None:
+    source, is_source = tmp_path / "source", here().rank == 0
+    make_source(tmp_path)
+
+    def digest_and_change(path: Path, nbytes: int) -> bytes:
+        found = digest_of_start(path, nbytes)
+        if path == source:
+            path.write_bytes(content(1))
+        return found
+
+    with hosts() as host:
+        to = tmp_path / host
+        fault = _reading_fails() if is_source else contextlib.nullcontext()
+        with fault, pytest.raises(CollectiveError):
+            objcomm.broadcast_file(source, to)
+        with (
+            mock.patch(f"{files.__name__}.digest_of_start", digest_and_change),
+            pytest.raises(CollectiveError, match="it has changed since the transfer began"),
+        ):
+            objcomm.broadcast_file(source, to)
+        assert not to.exists()
+        objcomm.broadcast_file(source, to)
+        assert to.read_bytes() == content(1)
+
+
 @contextlib.contextmanager
 def _dying(*, only_waits: bool) -> Iterator[None]:
     """End this process while it writes the third piece, or when it begins to wait for others."""
@@ -563,10 +631,10 @@ def test_the_death_of_a_rank_that_only_waits_is_heard_by_all(tmp_path: Path) -> 
 @ranks(2, disposable=True)
 def test_the_source_shows_progress(src: int, tmp_path: Path) -> None:
     make_source(tmp_path)
-    objcomm.barrier()
     meter = Recording()
     shown = mock.patch.object(files, "bar_for", lambda _, nth: None if nth else meter)
     with hosts() as host, shown:
+        objcomm.barrier()
         objcomm.broadcast_file(tmp_path / "source", tmp_path / host, src, progress=True)
     assert (meter.total, sum(meter.pieces)) == ((_NBYTES,) * 2 if here().rank == src else (0, 0))
     assert meter.is_closed == (here().rank == src)

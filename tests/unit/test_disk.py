@@ -1,12 +1,14 @@
 """What is in a folder, which lists of names are refused, and how files are cut into pieces."""
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
-from objcomm._training.disk import FOLDER, Listing, Part, is_listing, listed, pieces
+from objcomm._training.disk import FOLDER, Copy, Listing, Part, is_listing, listed, pieces
 
 _FILE = 0o644
 
@@ -120,6 +122,29 @@ def test_files_are_cut_into_pieces(
     sizes: list[int], starts: list[int], nbytes: int, cut: list[list[Part]]
 ) -> None:
     assert list(pieces(sizes, starts, nbytes)) == cut
+
+
+@pytest.mark.parametrize("name", ["a", "m/9", "z", "m"])
+def test_a_file_that_the_disk_does_not_confirm_is_named_and_nothing_stays(
+    name: str, tmp_path: Path
+) -> None:
+    names = ["", "a", "m", *(f"m/{each}" for each in range(50)), "z"]
+    sizes = [FOLDER if each in {"", "m"} else 0 for each in names]
+    copy = Copy(tmp_path / "to", Listing(names, sizes, [0o755] * len(names)))
+    copy.begin()
+    failing = copy.path / name
+    sync = os.fsync
+
+    def fail(descriptor: int) -> None:
+        if Path(f"/proc/self/fd/{descriptor}").resolve() == failing.resolve():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(descriptor)
+
+    with mock.patch("os.fsync", fail), pytest.raises(OSError, match="Input/output") as caught:
+        copy.finish()
+    copy.close()
+    assert caught.value.filename == str(failing)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_listing_is_what_it_was_after_the_trip() -> None:
