@@ -36,6 +36,8 @@ _WINDOW_SECONDS = 60.0
 # How much later than it should a rank of a busy machine may answer.
 _LATE_SECONDS = 0.5
 _PAUSE_SECONDS = 0.05
+# Answers closer together, to several monitors, give no rate.
+_LEAST_SECONDS = 0.01
 # The board's thread may be busy with an investigation, which takes up to 1.2 s.
 _STORE_SECONDS = 3.0
 # Limits for what a stranger may have written to the store.
@@ -181,7 +183,7 @@ class Monitor:
         before = self._last.get(rank, answer)
         seconds = answer.taken_at - before.taken_at
         self._rates.pop(rank, None)
-        if seconds > 0:
+        if seconds >= _LEAST_SECONDS:
             # A counter that was reset starts again at zero.
             calls, sent, received = (
                 max(0, getattr(answer, each) - getattr(before, each)) / seconds for each in _COUNTED

@@ -1,8 +1,18 @@
 """What a monitor concludes from ranks' answers, and from what a stranger left in the store."""
 
 import contextlib
+import json
 import math
+import os
+import pty
+import signal
 import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 from unittest import mock
 from urllib.request import urlopen
@@ -24,6 +34,7 @@ from objcomm._observe.stacks import Running
 from objcomm._transport.store import loopback_store, pack_record
 from objcomm._wire.header import Operation
 from tests.hosts import free_port
+from tests.waits import PATIENCE_S, wait_until
 
 MAIN = 11
 LATEST = 1 << 40  # an answer to any question
@@ -153,6 +164,16 @@ def test_rates_are_those_between_two_answers_by_the_ranks_own_clock() -> None:
     assert third.seconds > 0
 
 
+def test_answers_in_quick_succession_give_no_endless_rate() -> None:
+    """A stranger may have written them, and JSON has no infinity."""
+    job = Job()
+    job.put("where/0", answer(taken_at=0.0))
+    job.look()
+    job.put("where/0", answer(taken_at=5e-324, calls=1 << 62, sent_nbytes=1 << 62))
+    text = json.dumps(asdict(job.look()), allow_nan=False)
+    assert json.loads(text)["ranks"][0]["calls_per_second"] is None
+
+
 def test_a_rank_without_a_record_has_not_started() -> None:
     job = Job()
     job.put("process/0", Process.own()._replace(world_size=3))
@@ -205,17 +226,79 @@ def test_prometheus_reads_what_ranks_do() -> None:
     assert found["objcomm_rank_calls_total", "0"] == 7
 
 
-def test_a_terminal_shows_what_it_has_room_for() -> None:
+@contextlib.contextmanager
+def serving(rows: int = 1) -> Iterator[tuple[str, int]]:
+    """Metrics as top serves them; gives their address."""
+    ranks = tuple(RankActivity(rank, "waiting") for rank in range(rows))
+    with contextlib.ExitStack() as leaving, mock.patch.object(command, "_say") as told:
+        command._export_at(0, leaving)(Activity(0.0, ranks, 0))  # noqa: SLF001  # as top does
+        yield "127.0.0.1", int(told.call_args[0][0].rpartition(":")[2].partition("/")[0])
+
+
+def test_a_client_that_hangs_up_leaves_the_terminal_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with serving(20_000) as address:
+        for request in (
+            b"GET /metrics HTTP/1.1\r\n\r\n",
+            b"GET /met",
+            b"\0\xff\r\n\r\n",
+            b"X / \r\n\r\n",
+        ):
+            client = socket.create_connection(address)
+            client.sendall(request)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.close()  # with a reset
+        with urlopen("http://{}:{}".format(*address)) as page:  # noqa: S310  # our own
+            assert page.read().count(b"\n") == 7 * 20_002
+        wait_until(
+            lambda: not any("process_request" in each.name for each in threading.enumerate()),
+            "all clients to be served",
+        )
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_client_that_asks_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_CLIENT_SECONDS", 0.1)
+    with serving() as address, socket.create_connection(address, timeout=PATIENCE_S) as client:
+        assert client.recv(1) == b""
+
+
+@pytest.mark.parametrize(("slowest", "at"), [(1, 3), (5, 7), (6, 7), (40, 7)])
+def test_a_terminal_shows_what_it_has_room_for(slowest: int, at: int) -> None:
     rows = tuple(RankActivity(rank, "computing", line="x" * 300) for rank in range(50))
-    activity = Activity(0.0, rows, 1)
+    activity = Activity(0.0, rows, slowest)
     lines = command._lines(activity, "here:1")  # noqa: SLF001  # what top prints
     with mock.patch("shutil.get_terminal_size") as size:
         size.return_value.columns, size.return_value.lines = 80, 10
         shown = command._screen(activity, lines).removeprefix("\x1b[H\x1b[J").split("\n")  # noqa: SLF001  # likewise
     assert len(shown) == 9
     assert shown[-1] == "... and 44 more ranks; --json shows all"
-    assert [line.startswith("\x1b[1m") for line in shown].index(True) == 3
+    assert [line.startswith("\x1b[1m") for line in shown].index(True) == at
+    assert shown[at].removeprefix("\x1b[1m").startswith(f"{slowest} ")
     assert max(map(len, shown)) <= 80 + len("\x1b[1m\x1b[m")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_gives_the_terminal_back(number: signal.Signals) -> None:
+    store = loopback_store()
+    alive: Any = pack_record(Process.own()._replace(world_size=1))
+    store.set("objcomm/process/0", alive)
+    terminal, end = pty.openpty()
+    command_line = [sys.executable, "-m", "objcomm", "top", "--store", f"127.0.0.1:{store.port}"]
+    with subprocess.Popen(command_line, stdin=end, stdout=end, stderr=end) as process:
+        os.close(end)
+        shown = b""
+        with os.fdopen(terminal, "rb", buffering=0) as screen:
+            while b"no answer" not in shown:
+                shown += screen.read(1 << 16)
+            assert shown.startswith(b"\x1b[?1049h")
+            process.send_signal(number)
+            with contextlib.suppress(OSError):  # Linux's end of file for a terminal
+                while more := screen.read(1 << 16):
+                    shown += more
+        assert process.wait(PATIENCE_S) == (0 if number == signal.SIGINT else 128 + number)
+    assert shown.endswith(b"\x1b[?1049l")
 
 
 def test_noticeboards_are_found_by_their_prefixes() -> None:

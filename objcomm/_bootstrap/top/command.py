@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -33,6 +34,8 @@ R = TypeVar("R")
 _CONNECT_SECONDS = 10.0
 _STORE_SECONDS = 5.0
 _LEAST_SECONDS = 0.5
+# How long a client may take to send its request, or to read a part of the answer.
+_CLIENT_SECONDS = 5.0
 _KILO = 1000
 # A store may have noticeboards of earlier attempts and worlds; only the latest are considered.
 _MOST_BOARDS = 16
@@ -44,6 +47,10 @@ _ENTER, _LEAVE, _CLEAR, _BOLD, _PLAIN = (
     "\x1b[1m",
     "\x1b[m",
 )
+
+
+# Of an exit status, as shells have it, to which the number of a signal is added.
+_SIGNALED = 128
 
 
 class NoJobError(Exception):
@@ -72,6 +79,7 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
             return _say(f"--prometheus {arguments.prometheus}: {text_of(error)}", 1)
         is_live = sys.stdout.isatty() and not (arguments.json or arguments.once)
         if is_live:
+            signal.signal(signal.SIGTERM, lambda number, _: sys.exit(_SIGNALED + number))
             show(_ENTER)
             leaving.callback(show, _LEAVE)
         if arguments.once:  # rates need two looks
@@ -88,7 +96,7 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
         leaving.close()
         if is_live:
             show(last)  # the other screen is gone
-        _say("the job has ended", 0)
+        _say("all ranks have ended, or their store has closed; start again if the job does", 0)
     return 0
 
 
@@ -189,16 +197,25 @@ def _export_at(port: int | None, leaving: contextlib.ExitStack) -> Callable[[Act
     pages = [b""]
 
     class Metrics(BaseHTTPRequestHandler):
+        timeout = _CLIENT_SECONDS
+
         def do_GET(self) -> None:
+            page = pages[-1]
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", f"{len(page)}")
             self.end_headers()
-            self.wfile.write(pages[-1])
+            self.wfile.write(page)
 
         def log_message(self, *_: object) -> None:
             """Log nothing: the terminal shows the ranks."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Metrics)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: object, client_address: object) -> None:
+            """Say nothing about a client that has hung up."""
+            del request, client_address
+
+    server = Server(("127.0.0.1", port), Metrics)
     leaving.callback(server.server_close)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     leaving.callback(server.shutdown)
@@ -259,12 +276,17 @@ def _bytes(count: float | None) -> str:
 
 
 def _screen(activity: Activity, lines: list[str]) -> str:
-    """Return what replaces a terminal's content: as much as it holds, the slowest rank in bold."""
+    """Return what replaces a terminal's content: as much as it holds, the slowest rank in bold.
+
+    The slowest rank is shown in any case, last if it comes after the others.
+    """
     size = shutil.get_terminal_size()
     at = 2 + activity.slowest if activity.slowest >= 0 else 0
     shown = [line[: size.columns] for line in lines]
     shown[at] = f"{_BOLD}{shown[at]}{_PLAIN}"
     if len(shown) >= size.lines > 1:
-        left = len(shown) - (size.lines - 2)
-        shown = [*shown[: size.lines - 2], f"... and {left} more ranks; --json shows all"]
+        room = size.lines - 2
+        more = f"... and {len(shown) - room} more ranks; --json shows all"
+        last = shown[max(at, room - 1)]
+        shown = [*shown[: room - 1], last, more] if room else [more]
     return _CLEAR + "\n".join(shown)
