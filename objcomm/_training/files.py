@@ -123,7 +123,8 @@ def broadcast_file(
     compare by digests. Only on a host whose disk has failed, or is full, the copy is removed.
 
     An existing file at ``to`` is replaced. A folder must not exist there, unless it is empty.
-    Permissions are copied, but not owners and times. Links are followed.
+    Permissions are copied, but not owners and times; its owner may write to a copied folder in any
+    case. Links are followed.
 
     Args:
         path: the file or folder, on the source. Ignored on other ranks, which may pass ``None``.
