@@ -257,6 +257,7 @@ def decide_in(
     produce: Callable[[], A],
     decide: Callable[[list[A]], B],
     *,
+    in_turn: bool = False,
     is_part: Callable[[Any], bool] | None = None,
     is_answer: Callable[[Any], bool] | None = None,
 ) -> Callable[[], B]:
@@ -268,6 +269,8 @@ def decide_in(
         decide: called once, on the group's first rank, with all contributions in rank order, and
             only if every rank has one. Any error it raises is raised on all ranks; a
             ``DisagreementError`` is attributed to the ranks that it blames.
+        in_turn: whether ``produce`` is called only when the lane's earlier calls have ended; it
+            must not communicate then.
         is_part: whether an object is a possible result of another rank's ``produce``.
         is_answer: whether an object is a possible result of ``decide`` on the first rank.
     """
@@ -275,14 +278,19 @@ def decide_in(
         return partial(call.alone, lambda: decide([produce()]))
     own: list[A] = []
     shared: list[B] = []
-    mine = call.message(produce, lambda produce: kept(own, call.aside(produce)))
+    mine = None
+    if not in_turn:
+        mine = call.message(produce, lambda produce: kept(own, call.aside(produce)))
 
     def answer(messages: list[Message]) -> B:
         return kept(shared, decide(decode_others(call, messages, *own, is_part=is_part)))
 
     def rest() -> B:
+        told = mine
+        if told is None:
+            told = call.message(produce, lambda produce: kept(own, produce()))
         with call.exchange as exchange:
-            message = answered(call, exchange, mine, answer)
+            message = answered(call, exchange, told, answer)
         call.raise_failures([message])
         if shared:
             return shared[0]

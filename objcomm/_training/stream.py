@@ -384,7 +384,10 @@ class Stream(Generic[T]):
             def taken() -> list[int]:
                 return [number for name, number in group.streams if name == lane_name]
 
-            rest = decide_in(call, taken, _free, is_part=_is_numbers, is_answer=_is_number)
+            # In turn, because other tasks may have begun to open streams before.
+            rest = decide_in(
+                call, taken, _free, in_turn=True, is_part=_is_numbers, is_answer=_is_number
+            )
 
             def opened() -> None:
                 self._place = lane_name, rest()

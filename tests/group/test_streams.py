@@ -327,6 +327,23 @@ def test_streams_may_be_open_at_the_same_time_and_inside_each_other(*, scatter: 
     assert lanes[0] == lanes[1]
 
 
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("scatter", [False, True])
+def test_tasks_that_open_streams_at_the_same_time_have_their_own(*, scatter: bool) -> None:
+    async def taken(name: str, src: int) -> list[tuple[str, int]]:
+        objs = [(name, at) for at in range(9)]
+        return [each async for each in stream(objs, src, scatter=scatter)]
+
+    async def main() -> list[list[tuple[str, int]]]:
+        last = objcomm.world_size() - 1
+        return list(await asyncio.gather(taken("a", 0), taken("b", 0), taken("c", last)))
+
+    once = 1 if scatter else objcomm.world_size()
+    for name, mine in zip("abc", asyncio.run(main()), strict=True):
+        assert of_all_ranks(mine) == sorted([(name, at) for at in range(9)] * once)
+    assert_group_works()
+
+
 @ranks(2)
 def test_a_second_thread_has_its_own_streams() -> None:
     def other() -> None:
