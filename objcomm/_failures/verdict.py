@@ -6,7 +6,9 @@ ranks. A rank whose wait fails proposes a verdict. A rank that fails in a ``fail
 posts its verdict under the block's key, too.
 """
 
+import dataclasses
 import uuid
+from collections.abc import Sequence
 from contextvars import ContextVar
 from enum import IntEnum
 from typing import Any, NamedTuple, Self
@@ -127,6 +129,24 @@ class Verdict(NamedTuple):
             return self._replace(ranks=here or there)
         reason = f"this rank was cut off; the other ranks report: {self.reason}"
         return self._replace(ranks=there or here, reason=reason)
+
+    def within(self, members: Sequence[int]) -> Self:
+        """Return a verdict on a group, for this one on some of its ranks.
+
+        Args:
+            members: these ranks, as ranks of the group, in the order in which they are numbered.
+        """
+        return self._replace(
+            name=uuid.uuid4().hex,
+            ranks=tuple(members[rank] for rank in self.ranks),
+            positions=tuple(each._replace(rank=members[each.rank]) for each in self.positions),
+            failures=tuple(
+                dataclasses.replace(each, rank=members[each.rank]) for each in self.failures
+            ),
+            silent=tuple(members[rank] for rank in self.silent),
+            meshes=(),
+            deadlock=b"",
+        )
 
     def error(self, operation: str, own: Position | None = None) -> ObjcommError:
         """Return the error that a rank raises for this verdict.

@@ -33,11 +33,12 @@ from objcomm._config import (
     settings,
     whole_number,
 )
+from objcomm._failures.verdict import Cause, Verdict
 from objcomm._observe.history import call_site
 from objcomm._observe.published import fold, folded
 from objcomm._wire.failure_message import failure_of, failures_in, raise_together
 from objcomm._wire.header import Operation, Status
-from objcomm.errors import CollectiveError, ObjcommError, TransportError, UsageError
+from objcomm.errors import CollectiveError, DecodeError, ObjcommError, UsageError
 
 T = TypeVar("T")
 
@@ -53,6 +54,7 @@ class _Feed(Generic[T]):
     rank may receive them through this one.
 
     Attributes:
+        members: the ranks that it connects, as ranks of the user's group.
         batches: how many batches this rank has sent, or has received if it is not the source.
         reports: how many reports the source has taken, or this rank has made.
         is_leaving: whether this rank leaves the stream.
@@ -65,11 +67,11 @@ class _Feed(Generic[T]):
         group: Any,
         root: int,
         *,
+        members: Sequence[int],
         created_at: str,
         lane_name: str,
         window: int,
         every: int,
-        source: int,
         options: dict[str, Any],
     ) -> None:
         """Create a feed without traffic.
@@ -77,20 +79,22 @@ class _Feed(Generic[T]):
         Args:
             group: objcomm's state of the ranks that it connects.
             root: the source, as a rank of ``group``.
+            members: the ranks of ``group``, as ranks of the user's group.
             created_at: the user's line, for errors.
             lane_name: the lane of the objects; that of the reports has a longer name.
             window: how many batches may be sent that a rank has not finished with.
             every: ranks report after so many batches.
-            source: the source, as a rank of the user's group.
             options: the options of each call.
         """
-        self._group, self._root, self._source = group, root, source
+        self.members = members
+        self._group, self._root, self._source = group, root, members[root]
         self._created_at = created_at
         self._lane_name = lane_name
         self._window, self._every = window, every
         self._options = options
         mesh = group.mesh
         self._nonce = "" if mesh is None or mesh.verdict is not None else mesh.nonce
+        self._has_not_met = False  # nor will the two ranks
         self._works: list[Work[None]] = []
         self._awaited = 0  # reports that the source has begun to take
         self.batches = self.reports = 0
@@ -124,6 +128,14 @@ class _Feed(Generic[T]):
         if not self._nonce:
             return False
         return mesh is None or mesh.nonce != self._nonce or mesh.verdict is not None
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What has ended the connections on which it began, in ranks of the user's group."""
+        mesh = self._group.mesh
+        is_its = mesh is not None and (mesh.nonce == self._nonce or self._has_not_met)
+        verdict = mesh.posted_verdict if is_its else None
+        return None if verdict is None else verdict.within(self.members)
 
     def give(
         self, batch: Sequence[T], error: BaseException | None = None, *, is_async: bool
@@ -167,8 +179,14 @@ class _Feed(Generic[T]):
                 for each in failures_in([message]).values():
                     failure = dataclasses.replace(each, rank=self._source)
                     raise_together(_NAME, {self._source: failure}, None, call.rank)
-                if not self.is_over:
+                if self.is_over:
+                    return
+                try:
                     ready.extend(call.decode_as(message, _is_batch, "a batch of a stream"))
+                except DecodeError as failure:
+                    if failure.origin is not None:
+                        failure.origin = failure.origin._replace(rank=self._source)
+                    raise
 
             return rest
 
@@ -190,6 +208,11 @@ class _Feed(Generic[T]):
 
         self._awaited += 1
         return self._call(f"{self._lane_name} reports", first, is_async=is_async)
+
+    def report_later(self) -> None:
+        """Take the reports that are due, without waiting for them."""
+        while self._awaited < self.batches // self._every:
+            self.keep(self.report(is_async=True))
 
     def keep(self, work: Work[None] | None) -> None:
         """Leave a work to ``poll`` and ``outstanding``."""
@@ -232,8 +255,9 @@ class _Feed(Generic[T]):
                     async_op=is_async,
                     **self._options,
                 )
-        except TransportError:
-            self.is_over |= not self._nonce  # the two ranks never met
+        except ObjcommError as failure:
+            if not self._nonce and not isinstance(failure, UsageError):
+                self.is_over = self._has_not_met = True
             raise
         with call:
             self._nonce = self._nonce or self._group.mesh.nonce
@@ -351,16 +375,43 @@ class Stream(Generic[T]):
             await (self._produce() if self._is_source else self._step())
         except asyncio.CancelledError:
             raise  # the step continues, and the stream is still to be closed
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  # raised below
             self._ready.clear()
             feeds = self._feeds or ()
-            if self._is_source:
-                await self._end(error)
-            elif any(feed.is_over or feed.is_cut_off for feed in feeds):
-                self._release()
-            raise
+            named = self._of_all_ranks(error)
+            try:
+                if self._is_source:
+                    await self._end(named)
+                elif any(feed.is_over or feed.is_cut_off for feed in feeds):
+                    self._release()
+                if named is error:
+                    raise
+                raise named from None
+            finally:
+                del named  # its traceback holds this frame
         if not self._ready:
             self._release()
+
+    def _of_all_ranks(self, error: BaseException) -> BaseException:
+        """Return the error that all ranks raise for ``error``.
+
+        If objects are shared out, a feed connects two ranks only. What ends its connections also
+        ends those of the whole group, as it would without ``scatter``, so all ranks raise the same.
+        """
+        mesh, thread = self._group.mesh, threading.current_thread()
+        if not self._is_scattered or mesh is None or not isinstance(error, ObjcommError):
+            return error
+        verdicts = (feed.verdict for feed in self._feeds or ())
+        verdict = next((each for each in verdicts if each and each.cause is not Cause.FAILED), None)
+        if verdict is None and isinstance(error, CollectiveError) and not self._is_source:
+            # The source may have lost another rank. It has then posted why before it said so here.
+            verdict = mesh.verdict or mesh.failed(mesh.nonce)
+        if verdict is None:
+            return error
+        if mesh.verdict is None or mesh.is_owed_by(thread):
+            verdict = mesh.settle(verdict)
+            mesh.mark_raised(thread)
+        return verdict.error(_NAME)
 
     async def _open(self) -> None:
         """Agree on a number that no open stream of this lane has on any rank, and create the feeds.
@@ -404,25 +455,28 @@ class Stream(Generic[T]):
         group, source = self._group, self._source
         readers = [rank for rank in range(group.size) if rank != source]
         if not self._is_scattered:
-            members: list[tuple[Any, int]] = [(group, source)] if readers else []
+            everyone = tuple(range(group.size))
+            parts: list[tuple[Any, int, tuple[int, ...]]] = [(group, source, everyone)]
+            parts = parts if readers else []
         else:
             readers = readers if self._is_source else [group.rank]
-            members = [(group.part((source, rank)), 0) for rank in readers]
+            pairs = [(source, rank) for rank in readers]
+            parts = [(group.part(pair), 0, pair) for pair in pairs]
         lane_name, number = self._place
         window = 1 if settings().is_checked else max(1, self._depth // self._batch)
         return [
             _Feed(
-                members_group,
+                part,
                 root,
+                members=members,
                 created_at=self._created_at,
                 lane_name=f"{lane_name} {_NAME} {number}".strip(),
                 window=window,
                 # Several batches for each report: a report costs the source a call.
                 every=1 if self._is_scattered else max(1, window // 2),
-                source=source,
                 options=self._options | {"name": f"{self._options['name']} step".strip()},
             )
-            for members_group, root in members
+            for part, root, members in parts
         ]
 
     async def _step(self) -> None:
@@ -521,22 +575,29 @@ class Stream(Generic[T]):
         feeds = self._feeds or []
         for feed in feeds:
             try:
-                if not feed.is_over:
+                is_known = error is not None and feed.is_cut_off
+                if not feed.is_over and not is_known:
                     await self._give(feed, (), error)
             except BaseException as each:  # noqa: BLE001  # the other feeds must end, too
                 raised.append(each)
-        # After Ctrl-C nobody waits for the others.
-        for feed in feeds if error is None or isinstance(error, Exception) else ():
+        for feed in feeds:
             try:
-                for work in feed.outstanding():
-                    await self._done(work)
-                while feed.owes_report:
-                    await self._done(feed.report(is_async=self._is_async))
+                if error is None or isinstance(error, Exception):
+                    await self._finish(feed)
+                else:
+                    feed.report_later()  # after Ctrl-C nobody waits for the others
             except BaseException as each:  # noqa: BLE001  # likewise
                 raised.append(each)
         self._release()
         if error is None and raised:
             raise raised[0]
+
+    async def _finish(self, feed: _Feed[T]) -> None:
+        """Wait for the messages and reports that are outstanding."""
+        for work in feed.outstanding():
+            await self._done(work)
+        while feed.owes_report:
+            await self._done(feed.report(is_async=self._is_async))
 
     async def _leave(self) -> None:
         self._ready.clear()
@@ -555,6 +616,14 @@ class Stream(Generic[T]):
                 feed.is_leaving = True
                 while not feed.is_over:
                     await self._step()
+        except ObjcommError as error:
+            named = self._of_all_ranks(error)
+            try:
+                if named is error:
+                    raise
+                raise named from None
+            finally:
+                del named  # its traceback holds this frame
         finally:
             self._release()
 

@@ -13,6 +13,7 @@ import pytest
 
 import objcomm
 from objcomm import (
+    BrokenGroupError,
     CollectiveError,
     DecodeError,
     DesyncError,
@@ -77,6 +78,9 @@ def failing_after(count: int) -> Iterator[int]:
     yield from range(count)
     raise LookupError("no more")
 
+
+#: A busy machine takes seconds until all ranks have begun.
+LIMIT_S = 5
 
 #: depth, batch
 SHAPES = [(1, 1), (2, 1), (3, 1), (4, 1), (4, 4), (9, 2)]
@@ -491,13 +495,8 @@ def _dies(victim: int, place: int, *, scatter: bool) -> None:
             if here().rank == victim and count == place:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    error = error_in(ObjcommError, loop)
-    if isinstance(error, CollectiveError):  # of the source, which has noticed the death
-        assert scatter
-        assert error.failures[0].type_name == "objcomm.TransportError"
-    else:
-        assert isinstance(error, TransportError)
-        assert error.peers == ((1,) if scatter and victim == 2 else (victim,)), error
+    assert error_in(TransportError, loop).peers == (victim,)
+    error_in(BrokenGroupError, objcomm.barrier)
 
 
 @ranks(3, expect_dead={0})
@@ -512,6 +511,41 @@ def test_all_ranks_hear_of_a_source_that_is_killed(place: int, *, scatter: bool)
 @pytest.mark.parametrize("scatter", [False, True])
 def test_all_ranks_hear_of_a_reader_that_is_killed(place: int, *, scatter: bool) -> None:
     _dies(2, place, scatter=scatter)
+
+
+@ranks(4, disposable=True)
+def test_ranks_that_objects_are_shared_out_to_are_named_as_in_the_group() -> None:
+    def loop() -> None:
+        for _ in stream(range(20), 2, scatter=True, depth=1, timeout=LIMIT_S):
+            if here().rank == 3:
+                hear("the source has raised")
+
+    if here().rank in {2, 3}:
+        error = error_in(TransportTimeout, loop)
+        assert error.missing == (3,)
+        assert error.positions.keys() <= {2, 3}
+        say("the source has raised")
+    else:
+        loop()  # they got the end of the stream before
+    assert error_in(ObjcommError, objcomm.barrier)
+
+
+@ranks(2, 3)
+def test_what_the_source_has_not_taken_after_ctrl_c_leaves_the_ranks_in_step() -> None:
+    def interrupted() -> Iterator[int]:
+        yield from range(7)
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        kind: Any = KeyboardInterrupt if here().rank == 0 else CollectiveError
+        with pytest.raises(kind):
+            take(interrupted())
+        assert take("abc") == ["a", "b", "c"]
+    assert_group_works()
+    mesh = resolve(None).mesh
+    assert mesh is not None
+    calls = [lane.sequence for name, lane in sorted(mesh.lanes.items()) if name]
+    assert objcomm.all_gather(calls) == [calls] * objcomm.world_size()
 
 
 # ---------------------------------------------------------------------- arguments
