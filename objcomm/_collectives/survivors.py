@@ -22,7 +22,7 @@ from objcomm._calls.group import Group, resolve
 from objcomm._collectives.split import Members, connected, fresh_name
 from objcomm._config import GroupLike, Timeout
 from objcomm._failures.losses import SURELY_ANSWERED_SECONDS, lost_ranks
-from objcomm._failures.noticeboard import Board, StoreSilentError
+from objcomm._failures.noticeboard import PATIENCE_SECONDS, Board, StoreSilentError
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._failures.watchdog import board_thread_of
 from objcomm._transport.link import Deadline
@@ -113,7 +113,9 @@ def survivors(group: GroupLike = None, timeout: Timeout = None) -> "dist.Process
             following = agreement.after(standing, part, error)
             if following is None:
                 if isinstance(error, TransportTimeout):
-                    raise _renumbered(error, members, deadline.seconds) from None
+                    # The limit that has passed may be another rank's.
+                    seconds = deadline.seconds if deadline.has_passed else error.seconds
+                    raise _renumbered(error, members, seconds) from None
                 raise
             standing = following
         else:
@@ -219,7 +221,12 @@ class _Agreement:
         """
         if part.mesh is None:
             return None
-        held = self._held(lambda board: board.look(self._key) or standing)
+        try:
+            held = self._held(lambda board: board.look(self._key) or standing)
+        except TransportTimeout:
+            if isinstance(error, _ReplacedError):
+                raise
+            return None  # the error of the round says more
         # Read after the store has answered: by then the ranks agree on the verdict.
         verdict, lost = part.mesh.posted_verdict, tuple[int, ...]()
         if verdict is not None and verdict.cause in (Cause.LOST, Cause.LEFT):
@@ -230,10 +237,9 @@ class _Agreement:
             return held
         if verdict is None or held != standing:
             return None
-        if verdict.cause is Cause.DESYNC and standing.ranks:
-            return standing  # a rank still waits for another in the old group, and raises now
         if not lost:
-            return None
+            # After a desync a rank still waits for another in the old group, and raises now.
+            return standing if verdict.cause is Cause.DESYNC and standing.ranks else None
         ranks = {part.ranks[each] for each in lost}
         gone = [rank for rank, each in enumerate(self._whole.ranks) if each in ranks]
         wanted = _excluding(tuple(sorted({*standing.ranks, *gone})), verdict.reason)
@@ -270,11 +276,12 @@ class _Agreement:
         """Run a job on the board's thread and return its result.
 
         Raises:
-            TransportTimeout: the store did not answer within the call's limit.
+            TransportTimeout: the store did not answer within the call's limit, or soon after it.
             TransportError: the store is gone.
         """
         try:
-            return self._board_thread.call(job, self._deadline.seconds_left)
+            seconds = max(self._deadline.seconds_left, PATIENCE_SECONDS)
+            return self._board_thread.call(job, seconds)
         except StoreSilentError as silent:
             if isinstance(silent.__cause__, TimeoutError):
                 seconds = self._deadline.seconds
@@ -293,7 +300,7 @@ def _excluding(ranks: Members, reason: str) -> Verdict:
 
 
 def _renumbered(error: TransportTimeout, members: Members, seconds: float) -> TransportTimeout:
-    """Return the timeout of a part with ranks of the whole group and the whole call's limit."""
+    """Return the timeout of a part with ranks of the whole group, and the limit of a whole call."""
     numbered = TransportTimeout(
         error.operation,
         tuple(members[rank] for rank in error.missing),

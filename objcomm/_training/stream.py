@@ -133,8 +133,9 @@ class _Feed(Generic[T]):
     def verdict(self) -> Verdict | None:
         """What has ended the connections on which it began, in ranks of the user's group."""
         mesh = self._group.mesh
-        is_its = mesh is not None and (mesh.nonce == self._nonce or self._has_not_met)
-        verdict = mesh.posted_verdict if is_its else None
+        if mesh is None or (mesh.nonce != self._nonce and not self._has_not_met):
+            return None
+        verdict = mesh.posted_verdict
         return None if verdict is None else verdict.within(self.members)
 
     def give(
@@ -731,8 +732,9 @@ def stream(
 
     A rank may leave its loop early, by ``break`` or an exception. It then waits until the source
     asks for its next object. There the source's loop ends, and so do the other loops, at most
-    ``depth`` objects later, as if the iterable were exhausted. To raise the exception of one rank
-    on all ranks, put the loop into ``objcomm.fail_together``. A stream that is stored in a variable
+    ``depth`` objects later, as if the iterable were exhausted. If the body communicates, all ranks
+    must leave at the same object instead. To raise the exception of one rank on all ranks, put the
+    loop into ``objcomm.fail_together``. A stream that is stored in a variable
     must be closed if its loop may end early; see ``objcomm.Stream``.
 
     The body of the loop may communicate, and open other streams. Each step of the loop acts as a

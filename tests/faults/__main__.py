@@ -1,4 +1,7 @@
-"""``python -m tests.faults``: run every fault and write the table of docs/guide/faults.md."""
+"""``python -m tests.faults``: run every fault and write the table of docs/guide/faults.md.
+
+With names of operations, as in ``python -m tests.faults stream``, only their rows are written anew.
+"""
 
 import sys
 from pathlib import Path
@@ -11,15 +14,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "guide" / "faults.md"
 
 
 def main() -> None:
-    """Run for some ten minutes."""
+    """Run for some ten minutes, or for as long as the chosen operations take."""
 
     def told(case: Case) -> Outcome:
         outcome = carry_out(case)
         sys.stderr.write(f"{case.library} {case}: {summary(outcome)}\n")
         return outcome
 
-    written = table(told)
-    PAGE.write_text(replaced(PAGE.read_text(), written))
+    page = PAGE.read_text()
+    written = table(told, sys.argv[1:], page)
+    PAGE.write_text(replaced(page, written))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,12 @@ def _broadcast_file(case: Case, _: Callable[[], None]) -> bytes:
         return bytes(objcomm.broadcast_file(file.name, timeout=case.limit_seconds))
 
 
+def _stream(case: Case, _: Callable[[], None]) -> bytes:
+    objs = [contribution(case, case.root)] if objcomm.rank() == case.root else None
+    (got,) = objcomm.stream(objs, case.root, timeout=case.limit_seconds)
+    return bytes(got)
+
+
 def _sync_gradients(case: Case, _: Callable[[], None]) -> None:
     objcomm.models.sync_gradients(_model(case).parameters(), timeout=case.limit_seconds)
 
@@ -67,6 +73,7 @@ _CALLS: dict[str, _Call] = {
     "average_metrics": _average_metrics,
     "agree": _agree,
     "broadcast_file": _broadcast_file,
+    "stream": _stream,
     "sync_gradients": _sync_gradients,
     "sync_model": _sync_model,
 }

@@ -40,7 +40,7 @@ class Fault(StrEnum):
 
 #: Faults after which the victim's process is gone.
 DEADLY = {Fault.KILLED, Fault.EXITS, Fault.FORKED}
-#: Faults after which the survivors time out.
+#: Faults after which the survivors time out; see ``Case.is_awaited``.
 UNANSWERED = {Fault.STOPPED, Fault.ABSENT, Fault.STORE_STOPPED}
 
 COLLECTIVES = [
@@ -56,11 +56,12 @@ COLLECTIVES = [
     "exscan",
     "reduce_and_broadcast",
     "barrier",
+    "stream",
 ]
 #: Operations between two ranks; the last one forms a ring.
 POINT_TO_POINT = ["send", "isend", "recv", "irecv", "recv from any", "probe", "sendrecv"]
 #: Operations that create groups.
-DIVISIONS = ["split", "dup", "node_group", "leaders", "new_group"]
+DIVISIONS = ["split", "dup", "node_group", "leaders", "new_group", "survivors"]
 #: One helper of each family, more where one sends differently; tested, but not in the table.
 HELPERS = [
     "run_on_main",
@@ -74,7 +75,7 @@ HELPERS = [
 OPERATIONS = [*COLLECTIVES, *POINT_TO_POINT, *DIVISIONS]
 #: Operations by who waits for whom. The quick tests take the operations of each in turn.
 FAMILIES = [
-    ["broadcast"],
+    ["broadcast", "stream"],
     ["gather", "all_gather"],
     ["reduce", "all_reduce", "reduce_and_broadcast", "reduce_scatter"],
     ["all_to_all", "scatter"],
@@ -83,7 +84,7 @@ FAMILIES = [
     ["send", "recv", "probe", "sendrecv", "recv from any"],
     ["isend", "irecv"],
     ["split", "dup", "node_group", "leaders"],
-    ["new_group"],
+    ["new_group", "survivors"],
 ]
 #: torch's names of the same operations.
 TORCHS = {
@@ -102,6 +103,8 @@ LIMIT_SECONDS = 2.0
 #: The same if no duration is checked: on a busy machine a victim takes long to reach its payload,
 #: and a survivor its call.
 PATIENT_LIMIT_SECONDS = 4.0
+#: Timeout of several rounds of ``survivors``, if the first one has to time out.
+ROUNDS_SECONDS = 12.0
 #: Timeout for faults that must not time out; longer than any test waits for a rank's report.
 FAR_SECONDS = 120.0
 #: How long a victim is stopped before it is resumed in time.
@@ -153,7 +156,9 @@ class Case(NamedTuple):
         # While torch connects, it notices neither a death nor closed sockets that it is about to
         # use: it retries until its timeout.
         is_deaf = self.phase is Phase.CONNECTING and self.fault in DEADLY | {Fault.DISCONNECTED}
-        return LIMIT_SECONDS if is_deaf or self.fault in UNANSWERED else FAR_SECONDS
+        if is_deaf and self.operation == "survivors":
+            return ROUNDS_SECONDS  # half of it for the first round, which torch ends
+        return LIMIT_SECONDS if is_deaf or self.is_awaited else FAR_SECONDS
 
     @property
     def survivors(self) -> list[int]:
@@ -173,7 +178,18 @@ class Case(NamedTuple):
     @property
     def is_apart(self) -> bool:
         """Return whether its ranks connect apart from the world, so that survivors can again."""
-        return self.operation == "new_group"
+        return self.operation in {"new_group", "survivors"}
+
+    @property
+    def is_survived(self) -> bool:
+        """Whether the others return, with a group of those that are alive."""
+        return self.operation == "survivors" and not self.is_awaited
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the others wait for the victim until their timeout, because it may still come."""
+        is_to_call_again = self.operation == "survivors" and self.fault is Fault.INTERRUPTED
+        return self.fault in UNANSWERED or is_to_call_again
 
     @property
     def partner(self) -> int:
@@ -227,6 +243,8 @@ class Case(NamedTuple):
         )
 
 
+#: Operations whose objects come from one rank.
+_SOURCED = {"broadcast", "scatter", "stream"}
 #: Operations that return nothing.
 _EMPTY = {"barrier", "main_first", "sync_gradients", "sync_model"}
 
@@ -241,17 +259,18 @@ def limit_of(case: Case, *, is_patient: bool) -> float:
 def expected(case: Case, rank: int) -> Any:
     """Return what the operation returns on one rank without a fault."""
     size = range(case.world_size)
-    if case.operation in DIVISIONS or case.operation in _EMPTY:
-        return list(size) if case.operation in DIVISIONS else None
+    if case.operation in DIVISIONS:
+        is_left_out = case.operation == "survivors" and case.fault in DEADLY
+        return case.survivors if is_left_out else list(size)
+    if case.operation in _EMPTY or (case.operation == "exscan" and rank == 0):
+        return None
     if case.operation in {"all_gather", "all_to_all"}:
         return [contribution(case, each) for each in size]
     if case.operation == "gather":
         return [contribution(case, each) for each in size] if rank == case.root else None
     if case.operation == "reduce" and rank != case.root:
         return None
-    if case.operation == "exscan" and rank == 0:
-        return None
-    is_sourced = case.operation in {"broadcast", "scatter"}
+    is_sourced = case.operation in _SOURCED
     return contribution(case, case.root if is_sourced else 0)
 
 
@@ -262,7 +281,7 @@ def contribution(case: Case, rank: int) -> bytes:
 
 def _awaited_root(operation: str, victim: int) -> int:
     """Return a root for which others wait for the victim."""
-    return victim if operation in {"broadcast", "scatter"} else 0
+    return victim if operation in _SOURCED else 0
 
 
 #: The table's rows: a fault, and its phase.

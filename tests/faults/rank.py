@@ -182,7 +182,7 @@ def _call_of(case: Case, rank: int) -> Callable[[], Any]:
         return pairs.call_of(case, rank)
     if case.operation in DIVISIONS:
         return _division(case, rank)
-    if case.operation in HELPERS:
+    if case.operation in {*HELPERS, "stream"}:
         return lambda: helpers.call(case, lambda: None)
     obj = contribution(case, rank)
     if case.library == "torch":

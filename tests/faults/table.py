@@ -2,10 +2,10 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
 
-from tests.faults.plan import LARGE_NBYTES, LIMIT_SECONDS, Case, in_torch, tabled
+from tests.faults.plan import LARGE_NBYTES, LIMIT_SECONDS, ROUNDS_SECONDS, Case, in_torch, tabled
 from tests.faults.rank import TORCHS_LIMIT_SECONDS, Seen
 from tests.faults.run import HANG_SECONDS, Outcome
 
@@ -25,13 +25,17 @@ In the rows from `send` to `probe`, two ranks exchange a message: the one to whi
 happens, and the lowest other one, which makes the call in the first column. The third waits for a
 message that the second sends after its own call. `probe` is followed by a `recv`, and `sendrecv`
 passes messages around a ring of all three. If the sockets between two ranks close, neither can tell
-which of them closed them. Calls that create groups have no payload, so the fault happens before the
-header instead, as it does in a barrier, and for "in the payload" while the new group connects,
-which in torch only a limit ends. A forked child would keep the sockets open until its limit, so
-with one the fault happens before the header too. `new_group` gets a list of all three ranks, which
-meet separately from the world; afterwards the survivors create a group of themselves in the same
-way. Torch has connected before any call, and has no error that a group survives, so two of the
-tables have nothing for it.
+which of them closed them. In a `stream`, the fault happens to the source of one object.
+
+Calls that create groups have no payload, so the fault happens before the header instead, as it does
+in a barrier, and for "in the payload" while the new group connects, which in torch only a limit
+ends. A forked child would keep the sockets open until its limit, so with one the fault happens
+before the header too. `new_group` gets a list of all three ranks, which meet separately from the
+world; afterwards the survivors create a group of themselves in the same way. `survivors` returns a
+group without the dead rank. It waits for one that was interrupted, because that rank may call it
+again. While torch connects the new group, half of the limit passes before the first round ends, so
+there the limit is {ROUNDS_SECONDS:g} s. Torch has connected before any call, and has no error that a group
+survives, so two of the tables have nothing for it.
 """
 
 
@@ -59,12 +63,26 @@ def rows() -> Iterator[tuple[str, list[Case]]]:
         yield name, list(cases)
 
 
-def table(carry_out: Callable[[Case], Outcome]) -> str:
-    """Run all cases and write the table."""
+def table(
+    carry_out: Callable[[Case], Outcome], chosen: Collection[str] = (), page: str = ""
+) -> str:
+    """Run all cases and write the table.
+
+    Args:
+        carry_out: runs a case.
+        chosen: the only operations to run; empty for all.
+        page: the page from which the rows of the others are kept.
+    """
+    written = page.partition(BEGIN)[2].partition(END)[0]
+    kept = {(name, call): (ours, theirs) for name, call, ours, theirs in _cells(written)}
     parts = []
     for name, cases in rows():
         lines = [f"\n## {name}\n", "| operation | objcomm | torch |", "|---|---|---|"]
         for case in cases:
+            if chosen and case.operation not in chosen:
+                ours, theirs = kept[name, case.operation]
+                lines.append(f"| {case.operation} | {ours} | {theirs} |")
+                continue
             other = in_torch(case)
             theirs = "" if other is None else f"{summary(carry_out(other))}"
             lines.append(f"| {case.operation} | {summary(carry_out(case))} | {theirs} |")

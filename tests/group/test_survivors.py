@@ -19,7 +19,7 @@ from objcomm._calls.group import resolve
 from objcomm._collectives import split
 from objcomm._collectives import survivors as module
 from objcomm._failures.liveness import Processes
-from objcomm._failures.noticeboard import Board, BoardThread
+from objcomm._failures.noticeboard import Board, BoardThread, StoreSilentError
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._world import store_of
 from tests.group.helpers import (
@@ -205,6 +205,32 @@ def test_a_rank_that_lives_and_does_not_call_is_named_and_all_may_call_again() -
         assert error.positions.keys() <= {0, 2, 3}
         say(f"{here().rank} has given up")
     assert_all_works(objcomm.survivors(timeout=PATIENCE_S), [0, 2, 3])
+
+
+def refuse_brief_waits(call: Any) -> Any:
+    """Behave like a store that needs a moment to answer."""
+
+    def refused(self: BoardThread, job: Any, seconds: float = PATIENCE_S) -> Any:
+        if seconds < 0.1:
+            raise StoreSilentError from TimeoutError()
+        return call(self, job, seconds)
+
+    return refused
+
+
+@ranks(3)
+def test_the_error_has_the_limit_that_has_passed_on_whichever_rank() -> None:
+    if here().rank == 2:
+        hear("0 has given up")
+        hear("1 has given up")
+    else:
+        limit = LIMIT_S if here().rank == 0 else PATIENCE_S
+        with mock.patch.object(BoardThread, "call", refuse_brief_waits(BoardThread.call)):
+            error = error_in(TransportTimeout, lambda: objcomm.survivors(timeout=limit))
+        assert error.missing == (2,)
+        assert error.seconds <= LIMIT_S
+        say(f"{here().rank} has given up")
+    assert_all_works(objcomm.survivors(timeout=PATIENCE_S), [0, 1, 2])
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
