@@ -34,8 +34,10 @@ before the header too. `new_group` gets a list of all three ranks, which meet se
 world; afterwards the survivors create a group of themselves in the same way. `survivors` returns a
 group without the dead rank. It waits for one that was interrupted, because that rank may call it
 again. While torch connects the new group, half of the limit passes before the first round ends, so
-there the limit is {ROUNDS_SECONDS:g} s. Torch has connected before any call, and has no error that a group
-survives, so two of the tables have nothing for it.
+there the limit is {ROUNDS_SECONDS:g} s.
+
+Torch has connected before any call, and has no error that a group survives, so two of the tables
+have nothing for it.
 """
 
 
