@@ -404,12 +404,14 @@ class Stream(Generic[T]):
             return error
         verdicts = (feed.verdict for feed in self._feeds or ())
         verdict = next((each for each in verdicts if each and each.cause is not Cause.FAILED), None)
-        if verdict is None and isinstance(error, CollectiveError) and not self._is_source:
+        is_new = mesh.verdict is None or mesh.is_owed_by(thread)
+        is_told = isinstance(error, CollectiveError) and not self._is_source
+        if verdict is None and is_new and is_told:
             # The source may have lost another rank. It has then posted why before it said so here.
             verdict = mesh.verdict or mesh.failed(mesh.nonce)
         if verdict is None:
             return error
-        if mesh.verdict is None or mesh.is_owed_by(thread):
+        if is_new:
             verdict = mesh.settle(verdict)
             mesh.mark_raised(thread)
         return verdict.error(_NAME)
