@@ -172,8 +172,8 @@ def placement_in(environ: Mapping[str, str]) -> Placement | None:
         if name:
             raise UsageError(
                 f"init: {name}={found[name]} is set, but no launcher has set {each.rank}; start "
-                f"the program by torchrun, srun or mpirun ({EXAMPLE}), or set {each.rank} for each "
-                "process"
+                f"the program with torchrun, srun or mpirun ({EXAMPLE}), or set {each.rank} for "
+                "each process"
             )
     return None
 

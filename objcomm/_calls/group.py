@@ -444,7 +444,7 @@ def _index(operation: str, argument: str, rank: object) -> int:
     """
     number = whole_number(rank)
     if number is None:
-        raise UsageError(f"{operation}: {argument} must be an integer, a rank, not {rank!r}")
+        raise UsageError(f"{operation}: {argument} must be an integer (a rank), not {rank!r}")
     return number
 
 

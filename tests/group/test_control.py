@@ -184,8 +184,8 @@ def test_a_rank_that_does_not_exist_is_refused_before_any_traffic(name: str) -> 
     for named, told in (
         ({"rank": size}, rf"{name}: rank={size} is not in this group"),
         ({"group_rank": size}, rf"{name}: group_rank={size} is not in this group of {size}"),
-        ({"rank": "main"}, rf"{name}: rank must be an integer, a rank, not 'main'"),
-        ({"group_rank": 0.0}, rf"{name}: group_rank must be an integer, a rank, not 0\.0"),
+        ({"rank": "main"}, rf"{name}: rank must be an integer \(a rank\), not 'main'"),
+        ({"group_rank": 0.0}, rf"{name}: group_rank must be an integer \(a rank\), not 0\.0"),
         ({"rank": 0, "group_rank": 0}, rf"{name}: rank=0 and group_rank=0 were both given"),
     ):
         if here().rank == 0:  # no other rank is involved
