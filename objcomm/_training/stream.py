@@ -405,8 +405,8 @@ class Stream(Generic[T]):
         verdicts = (feed.verdict for feed in self._feeds or ())
         verdict = next((each for each in verdicts if each and each.cause is not Cause.FAILED), None)
         is_new = mesh.verdict is None or mesh.is_owed_by(thread)
-        is_told = isinstance(error, CollectiveError) and not self._is_source
-        if verdict is None and is_new and is_told:
+        is_from_source = isinstance(error, CollectiveError) and not self._is_source
+        if verdict is None and is_new and is_from_source:
             # The source may have lost another rank. It has then posted why before it said so here.
             verdict = mesh.verdict or mesh.failed(mesh.nonce)
         if verdict is None:
