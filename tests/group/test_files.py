@@ -394,7 +394,7 @@ def test_a_copy_without_a_name_is_refused(to: str) -> None:
         objcomm.broadcast_file("source", to)
 
 
-@ranks(3, 4)
+@ranks(3, 4, disposable=True)
 def test_the_ranks_of_a_host_must_name_one_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
