@@ -23,10 +23,10 @@ import objcomm
 #: Seconds after which a rank dumps its stacks and exits.
 DEADLINE_S = 280.0
 #: How long a host may be unreachable.
-LOST_AFTER_S = 6.0
+LOST_AFTER_S = 8.0
 #: Timeout of a first use that some ranks can't join. They learn of it within another second, so the
 #: cable is back before the world's connections end, even on a busy machine.
-FIRST_USE_S = 1.5
+FIRST_USE_S = 3.0
 #: Timeout of a call between two hosts whose packets are lost: half of it is for connecting.
 DROPPED_S = 20.0
 #: How long a host that soon returns is away; may be longer for the same reason.
