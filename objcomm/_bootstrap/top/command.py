@@ -47,9 +47,7 @@ _ENTER, _LEAVE, _CLEAR, _BOLD, _PLAIN = (
     "\x1b[1m",
     "\x1b[m",
 )
-
-
-# Of an exit status, as shells have it, to which the number of a signal is added.
+# A shell reports the end by a signal as this plus the signal's number.
 _SIGNALED = 128
 
 
