@@ -270,24 +270,27 @@ class _Pickler(pickle.Pickler):
         memory: _Memory | bytearray
         if array.nbytes <= _IN_BAND_MAX_NBYTES:
             order, key = tensors.array_key(array)
-            memory = self._shared(key, bytearray(array.tobytes("A")))
+            memory = self._shared(key, lambda: bytearray(array.tobytes("A")))
         else:
             order, flat, owner = tensors.describe_array(array)
             memory = self._memory(Buffer(BufferKind.TENSOR, owner, flat), flat)
         return tensors.rebuild_array, (memory, array.dtype, array.shape, order)
 
     def _memory(self, buffer: Buffer, source: torch.Tensor) -> _Memory | bytearray:
-        return self._shared(tensors.memory_key(source, buffer.flat), _Memory(buffer))
+        return self._shared(tensors.memory_key(source, buffer.flat), lambda: _Memory(buffer))
 
     def _shared(
-        self, key: tuple[Any, ...] | None, made: _Memory | bytearray
+        self, key: tuple[Any, ...] | None, make: Callable[[], _Memory | bytearray]
     ) -> _Memory | bytearray:
         """Return the same object for all members with exactly the same bytes; pickle keeps it."""
         if key is None:
-            return made
+            return make()
         if self.memories is None:
             self.memories = {}
-        return self.memories.setdefault(key, made)
+        found = self.memories.get(key)
+        if found is None:
+            found = self.memories[key] = make()
+        return found
 
     def _reduce_by_value(self, obj: Any) -> Any:
         if self.kept is not None:
