@@ -173,7 +173,9 @@ def loss_among(
         mesh.board_thread.submit(lambda board: board.learn(noticed))
     if not ends:
         return None
-    return Verdict.of(Cause.LOST, ranks=tuple(sorted(ends)), reason=ends[min(ends)])
+    # A rank that has given its reason ended because of it.
+    ranks = _to_blame(mesh, ends)
+    return Verdict.of(Cause.LOST, ranks=ranks, reason=ends.get(ranks[0], _SAID))
 
 
 def learn_ends(board: Board, mesh: Mesh) -> None:
@@ -203,7 +205,12 @@ def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
     """Do what ``by_name`` does with what this process knows, without asking the store."""
     processes = mesh.board_thread.processes
     killed = processes.killed()
-    died = {rank: killed[each] for rank, each in enumerate(mesh.ranks) if each in killed}
+    # A rank that closed its connections because of another's loss may have ended since.
+    died = {
+        rank: killed[each]
+        for rank, each in enumerate(mesh.ranks)
+        if each in killed and not mesh.blamed_by(rank)
+    }
     if died and verdict.is_store_silent:  # later ends may be a consequence of the first
         first = processes.noticed_first(mesh.ranks[rank] for rank in died)
         died = {rank: why for rank, why in died.items() if mesh.ranks[rank] in first}

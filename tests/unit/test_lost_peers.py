@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from objcomm._failures.losses import by_name_here, local
+from objcomm._failures.liveness import KILLED
+from objcomm._failures.losses import by_name_here, local, loss_among
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._transport.link import LinkClosed
 from objcomm._wire.message import compose
@@ -55,7 +56,7 @@ def test_a_limit_that_passes_as_a_death_is_noticed_blames_nobody_else(
 ) -> None:
     """Without a store, a rank adds the ranks that it waited for only if the cause is a limit."""
     link = SimpleNamespace(closed_by=lambda: [2])
-    mesh = mesh_like(*(0, 1, 2), others=(1, 2), link=link, blamed_by=lambda _: ())
+    mesh = mesh_like(*(0, 1, 2), others=(1, 2), link=link)
     verdict = Verdict.of(cause, ranks=(2,), reason="its process has ended", is_store_silent=True)
     assert local(mesh, verdict, TransportTimeout("all_gather", (1,), 1.0)).ranks == ranks
 
@@ -69,3 +70,14 @@ def test_who_leaves_by_itself_is_told_in_its_own_words(cause: Cause) -> None:
     told = by_name_here(mesh, Verdict.of(cause, ranks=(0,), reason=reason)).reason
     assert (told == reason) == (cause is Cause.LEFT)
     assert told.startswith("it is alive") == (cause is Cause.LOST)
+
+
+def test_a_rank_that_gave_its_reason_and_then_ended_is_not_the_cause() -> None:
+    """Rank 2 of another host died, so rank 1 raised and ended; the store told neither."""
+    mesh = mesh_like(*(0, 1, 2), others=(1, 2), blamed_by=lambda peer: (2,) if peer == 1 else ())
+    mesh.board_thread.processes.note_end(1, f"{KILLED}11, has ended")
+    found = loss_among(mesh, needs=(1, 2), patience_seconds=0.0)
+    assert found is not None
+    assert found.ranks == (2,)
+    assert by_name_here(mesh, found).ranks == (2,)
+    assert KILLED not in by_name_here(mesh, found).reason

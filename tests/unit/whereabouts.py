@@ -93,6 +93,7 @@ def mesh_like(*ranks: int, others: tuple[int, ...] = (0,), **facts: Any) -> Any:
     thread = {"processes": Processes(), "is_cut_off": lambda _: False, "submit": lambda _: None}
     made: dict[str, Any] = dict.fromkeys(("verdict", "whole", "link"))
     made |= {"name": "", "nonce": "", "number": 0, "lanes": {}, "is_world": False}
+    made["blamed_by"] = lambda _: ()
     made |= {"ranks": ranks, "others": others, "members": tuple(range(len(ranks)))}
     return SimpleNamespace(**made | {"board_thread": SimpleNamespace(**thread)} | facts)
 
