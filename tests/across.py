@@ -21,7 +21,7 @@ import torch.distributed as dist
 import objcomm
 
 #: Seconds after which a rank dumps its stacks and exits.
-DEADLINE_S = 280.0
+DEADLINE_S = 900.0
 #: How long a host may be unreachable.
 LOST_AFTER_S = 8.0
 #: Timeout of a first use that some ranks can't join. They learn of it within another second, so the

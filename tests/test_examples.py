@@ -26,9 +26,9 @@ OWN_START = "survive_a_death"  # starts its ranks itself
 NAMES = sorted({path.stem for path in _EXAMPLES.glob("[!_]*.py")} - {OWN_START})
 TIMED = "replace_broadcast_object_list"  # its figures vary between runs
 
-# Only a hang takes this long: two ranks import torch, scikit-learn, accelerate and Lightning, on a
-# busy machine.
-_DEADLINE_S = 280.0
+# Only a hang takes this long. Beside 16 other busy processes, two cores took 329 s for
+# examples/survive_a_death.py: it starts seven processes that import torch and scikit-learn.
+_DEADLINE_S = 900.0
 
 #: Number of ranks to start; 0 means without torchrun. Two ranks get unequal shares of the data.
 WORLDS = {f"world{size}": size for size in (0, 1, 2)}
