@@ -345,7 +345,7 @@ def position_texts(
 OTHER_LINES = "other lines"
 
 #: Reason for two calls that differ only in properties that are not shown.
-OTHER_OPTIONS = "other op=, to=, confirm=, depth=, batch=, scatter=, check= or function"
+OTHER_OPTIONS = "different op=, to=, confirm=, depth=, batch=, scatter=, check= or function"
 
 #: Reason for a deadlock: ranks that wait for each other in calls that do not match.
 CYCLE = "each waits for another"

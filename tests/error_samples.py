@@ -31,7 +31,7 @@ EXAMPLES: dict[type[BaseException], tuple[errors.ObjcommError, list[str]]] = {
         (errors.WireError("text"), ["text"]),
         (errors.AuthenticationError("not signed"), ["not signed"]),
         (
-            errors.DesyncError("other operations", (SIDE, OTHER)),
+            errors.DesyncError("different operations", (SIDE, OTHER)),
             ["rank 0", "broadcast", "train.py:10", "rank 1", "gather", "é.py:2", "3"],
         ),
         (errors.TransportError("gather", (1,), "closed"), ["gather", "rank 1", "closed"]),

@@ -363,7 +363,7 @@ def _first_difference(mine: LaneWait, theirs: LaneWait) -> tuple[Step, Step] | N
 def difference(mine: Step | Position, theirs: Step | Position) -> str:
     """Return in what two calls differ that should have been the same."""
     if mine.operation != theirs.operation:
-        return "other operations"
+        return "different operations"
     if mine.root != theirs.root:
-        return "other roots"
-    return "other names" if mine.name != theirs.name else OTHER_OPTIONS
+        return "different roots"
+    return "different names" if mine.name != theirs.name else OTHER_OPTIONS

@@ -334,11 +334,11 @@ def check_same_call(mine: Header, theirs: Header, sender: int) -> None:
     if (theirs.group, theirs.epoch, theirs.lane) != (mine.group, mine.epoch, mine.lane):
         raise WireError(f"a message from another group or lane arrived: {theirs.position}")
     for reason, ours, other in (
-        ("other operations", mine.operation, theirs.operation),
-        ("other calls", mine.sequence, theirs.sequence),
-        ("other roots", mine.root, theirs.root),
+        ("different operations", mine.operation, theirs.operation),
+        ("different calls", mine.sequence, theirs.sequence),
+        ("different roots", mine.root, theirs.root),
         (
-            OTHER_OPTIONS if mine.name == theirs.name else "other names",
+            OTHER_OPTIONS if mine.name == theirs.name else "different names",
             *(mine.fingerprint, theirs.fingerprint),
         ),
     ):

@@ -201,7 +201,7 @@ def test_ranks_that_name_another_one_are_told_so(name: str) -> None:
         SHARES[name](int, rank=2 if here().rank == 1 else 1)
         objcomm.barrier()  # for a rank that returned early
 
-    with pytest.raises(objcomm.DesyncError, match="other roots"):
+    with pytest.raises(objcomm.DesyncError, match="different roots"):
         call()
     assert_group_works()
 

@@ -133,7 +133,7 @@ def test_a_desync_names_operation_number_and_line_of_both_ranks() -> None:
     assert numbers == ["1", "1"]
     assert [error.positions[rank].operation for rank in (0, 1)] == ["gather", "all_gather"]
     assert error.positions[0].sequence == error.positions[1].sequence
-    assert error.reason == "other operations"
+    assert error.reason == "different operations"
     lines = [error.positions[rank].call_site.rpartition(":")[2] for rank in (0, 1)]
     assert int(lines[0]) < int(lines[1])
     assert_group_works()
@@ -154,7 +154,7 @@ def test_a_desync_of_barriers_shows_their_names(how: str) -> None:
         else:
             error = desync_in(lambda: objcomm.barrier(name))
             say("the others know")
-            assert error.reason == "other names"
+            assert error.reason == "different names"
             assert error.positions[0].name == "epoch 3"
             assert error.positions[size - 1].name == "epoch\n? 4"
             assert "called barrier 'epoch 3' (call" in str(error)
@@ -260,14 +260,14 @@ def test_repeated_deadlocks_of_the_same_groups_are_reported_as_fast_as_the_first
 def test_where_others_have_found_another_pair_one_error_tells_of_one() -> None:
     """Among many ranks, two may each detect a different mismatch; with 12, in a third of calls."""
     positions = tuple(Position(rank, "gather", 1, rank, f"train.py:{rank}") for rank in (0, 1))
-    standing = Verdict.of(Cause.DESYNC, reason="other roots", positions=positions)
+    standing = Verdict.of(Cause.DESYNC, reason="different roots", positions=positions)
     objcomm.barrier()
     mesh = world_mesh()
     mesh.board_thread.call(lambda board: board.propose(mesh.nonce, standing), PATIENCE_S)
     tell_all("posted", "")
     call = objcomm.barrier if here().rank == 1 else lambda: objcomm.all_gather("x")
     error = error_in(DesyncError, call)
-    assert error.reason == "other roots"
+    assert error.reason == "different roots"
     assert error.__cause__ is None
     assert error.__suppress_context__
     assert_group_works()
@@ -443,7 +443,7 @@ def test_a_rank_that_only_sends_is_told_before_its_next_call() -> None:
     with collected() as log, closely():
         # A rank that still waits for rank 1's message may raise there.
         error = error_in(DesyncError, two_calls)
-    assert error.reason == "other roots"
+    assert error.reason == "different roots"
     roots = {rank: each.root for rank, each in error.positions.items()}
     assert roots[0] == 0
     assert 1 in roots.values()  # -1 for a third rank already in its next call
@@ -466,7 +466,7 @@ def test_a_rank_that_hears_of_it_between_two_calls_says_which_was_its_last() -> 
     mesh = world_mesh()
     if here().rank == 1:
         other = Position(0, "barrier", 1, -1, "train.py:3")
-        mesh.settle(Verdict.of(Cause.DESYNC, reason="other operations", positions=(other,)))
+        mesh.settle(Verdict.of(Cause.DESYNC, reason="different operations", positions=(other,)))
     with closely():
         error = error_in(DesyncError, objcomm.barrier)
     assert here().rank in error.positions
@@ -496,7 +496,7 @@ def test_what_a_call_raises_is_not_logged_as_well() -> None:
             error = error_in(DesyncError, lambda: objcomm.all_gather(1, name="b"))
         enough = watching._looks + 3  # noqa: SLF001  # likewise
         wait_until(lambda: watching._looks >= enough, "three looks")  # noqa: SLF001  # likewise
-    assert error.reason == "other names"
+    assert error.reason == "different names"
     assert not log.texts(logging.ERROR)
     assert_group_works()
 

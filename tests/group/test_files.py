@@ -422,7 +422,7 @@ def test_the_ranks_of_a_host_must_name_one_copy(
 @ranks(2)
 def test_memory_and_disk_do_not_match(tmp_path: Path) -> None:
     (tmp_path / "source").touch()
-    with pytest.raises(DesyncError, match=r"other op=, to=,"):
+    with pytest.raises(DesyncError, match=r"different op=, to=,"):
         objcomm.broadcast_file(tmp_path / "source", tmp_path / "to" if here().rank else None)
     assert_group_works()
 

@@ -305,7 +305,7 @@ def test_names_of_one_call_must_agree(operation: str) -> None:
     objcomm.barrier()
     name = "for all but the last" if here().rank < here().world_size - 1 else "for the last"
     error = _desync_in(lambda: NAMED[operation](1, name=name), objcomm.barrier)
-    assert error.reason == "other names"
+    assert error.reason == "different names"
     # A rank that had returned has moved on by now.
     names = {each.name for each in error.positions.values()}
     assert {"for all but the last", "for the last"} == names - {""}
@@ -329,7 +329,7 @@ def test_the_name_of_an_operator_is_none_of_a_call() -> None:
         error = _desync_in(lambda: objcomm.all_reduce(1, max, name="max"))
     else:
         error = _desync_in(lambda: objcomm.all_reduce(1, "max"))
-    assert error.reason == "other names"
+    assert error.reason == "different names"
     assert_group_works()
 
 

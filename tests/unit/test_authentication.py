@@ -183,7 +183,7 @@ def test_a_message_that_comes_back_to_its_maker_is_no_other_ranks(sequence: int)
 def test_a_rank_that_made_one_call_fewer_is_out_of_step_and_no_forger() -> None:
     mesh = mesh_of_its_own("fewer")
     behind, _, wires = pair(mesh, mesh)
-    with pytest.raises(DesyncError, match="other calls"):
+    with pytest.raises(DesyncError, match="different calls"):
         next_call(wires, mesh).open(behind.gate.head_of(message_of(behind)), 1)
 
 

@@ -37,7 +37,7 @@ def test_two_calls_of_the_same_number_that_differ_are_found() -> None:
     mine, theirs = step(3, Operation.GATHER), step(3, Operation.BARRIER)
     found = conflict_of({0: [lane("world", mine, awaits=1)], 1: [lane("world", theirs, awaits=0)]})
     assert found is not None
-    assert found.reason == "other operations"
+    assert found.reason == "different operations"
     assert [(rank, call) for rank, _, call in found.found] == [(0, mine), (1, theirs)]
     assert found.is_of_one_lane
 
@@ -45,8 +45,8 @@ def test_two_calls_of_the_same_number_that_differ_are_found() -> None:
 @pytest.mark.parametrize(
     ("mine", "theirs", "reason"),
     [
-        (step(1, root=0), step(1, root=1), "other roots"),
-        (step(1)._replace(fingerprint=7, name="a"), step(1), "other names"),
+        (step(1, root=0), step(1, root=1), "different roots"),
+        (step(1)._replace(fingerprint=7, name="a"), step(1), "different names"),
         (step(1)._replace(fingerprint=7), step(1), OTHER_OPTIONS),
     ],
 )

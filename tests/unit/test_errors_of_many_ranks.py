@@ -39,7 +39,7 @@ _MADE: dict[str, Callable[[int], ObjcommError]] = {
         (_at(each, each) for each in range(size)), range(0, size, 2)
     ),
     "a limit, silence": lambda size: _timeout([], range(0, size, 2), silent=size),
-    "other calls": lambda size: errors.DesyncError(
+    "different calls": lambda size: errors.DesyncError(
         "each waits for another", [_at(each, each) for each in range(size)]
     ),
     "lost": lambda size: errors.TransportError("gather", tuple(range(0, size, 2)), "closed"),
@@ -124,14 +124,14 @@ def test_of_ranks_out_of_step_what_the_fewest_called_comes_first() -> None:
     many = [_at(each, 10, 4.0) for each in (*range(5), *range(6, 12))]
     odd = _at(5, 20, 1.0)
     late = _at(12, 5, 2.0, is_over=True)._replace(line="data.py:88 in load", line_seconds=1.5)
-    text = str(errors.DesyncError("other roots", [*many, odd, late]))
+    text = str(errors.DesyncError("different roots", [*many, odd, late]))
     assert text.startswith(
-        "ranks are out of step (other roots): rank 5 called barrier (call 7) at train.py:20; "
+        "ranks are out of step (different roots): rank 5 called barrier (call 7) at train.py:20; "
         "rank 12 last called barrier (call 7) at train.py:5, 2.0 s ago, "
         "now at data.py:88 in load (seen there for 1.5 s); "
         "ranks 0-4, 6-11 called barrier (call 7) at train.py:10; every"
     )
-    two = str(errors.DesyncError("other names", [_at(0, 1), _at(1, 1)._replace(fingerprint=3)]))
+    two = str(errors.DesyncError("different names", [_at(0, 1), _at(1, 1)._replace(fingerprint=3)]))
     assert ": rank 0 called barrier (call 7) at train.py:1, but rank 1 called barrier" in two
     none = str(errors.DesyncError("…", [odd, Position(1, "", 0, -1, "", is_over=True)]))
     assert "rank 1 made no call, but rank 5 called" in none
@@ -148,7 +148,7 @@ def test_of_too_many_places_those_of_the_missing_come_first() -> None:
 
 def test_ranks_out_of_step_are_told_by_call() -> None:
     positions = [_at(each, 10 if each % 2 else 20) for each in range(64)]
-    text = str(errors.DesyncError("other operations", positions))
+    text = str(errors.DesyncError("different operations", positions))
     assert text.count("barrier") == 2
     assert "ranks 0, 2, 4, " in text
     assert ", but ranks 1, 3, 5, " in text

@@ -164,7 +164,7 @@ def out_of_step(rank: Rank, theirs: int, number: int = _CALL) -> Verdict:
     rank.mesh.lanes["main"] = rank.lane
     mine = rank.entry.header.position
     other = mine._replace(rank=theirs, sequence=number)
-    pair = Verdict.of(Cause.DESYNC, reason="other roots", positions=(mine, other))
+    pair = Verdict.of(Cause.DESYNC, reason="different roots", positions=(mine, other))
     return inquiry.with_all_ranks(rank.board, [rank.mesh], rank.mesh, 0, pair)
 
 
@@ -181,7 +181,7 @@ def test_a_desync_says_what_all_ranks_called(job: Job, monkeypatch: pytest.Monke
     ranks = job(silent={_SILENT})
     called(ranks[2], step(_CALL, root=7))
     found = out_of_step(ranks[0], 2)
-    assert found.reason == "other roots"
+    assert found.reason == "different roots"
     places = {each.rank: (each.sequence, each.root, each.is_over) for each in found.positions}
     together = dict.fromkeys({*range(_SIZE)} - {_SILENT}, (_CALL, -1, False))
     assert places == {**together, 2: (_CALL, 7, False), _AWAY: (_CALL - 1, -1, True)}
@@ -196,7 +196,7 @@ def test_where_numbers_differ_the_call_in_which_ranks_parted_is_named(job: Job, 
     called(ranks[1 - ahead], step(_CALL, root=1 - ahead))
     ranks[0].entry.header = ranks[0].entry.header._replace(sequence=_CALL + 1 - ahead)
     found = out_of_step(ranks[0], 1, _CALL + ahead)
-    assert found.reason == "other roots"
+    assert found.reason == "different roots"
     assert [(each.sequence, each.root) for each in found.positions] == [(_CALL, 0), (_CALL, 1)]
 
 

@@ -26,7 +26,7 @@ VERDICTS = {
     Cause.DESYNC: (
         Verdict.of(
             Cause.DESYNC,
-            reason="other roots",
+            reason="different roots",
             positions=POSITIONS,
             meshes=("a", "b"),
             deadlock=b"\x00\xff",

@@ -28,7 +28,7 @@ class Absence(Enum):
 class Parting(Enum):
     """How ranks diverge in a call."""
 
-    DIFFERS = "other operations"
+    DIFFERS = "different operations"
     MISSING = "a rank never made it"
     STUCK = "it did not end well"
 
