@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from objcomm._transport.connection import TORN, Connection, is_an_outage, why
 from objcomm._transport.doors import called_at
+from objcomm._transport.event_loop import OWN_DOING, EventLoop
 from objcomm._transport.link import LinkClosed, LinkError
-from objcomm._transport.mover import OWN_DOING, Mover
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,13 +45,13 @@ class _Caller:
         self.received = received
         self._calling = calling
 
-    def handle(self, descriptor: int, event: int) -> None:  # noqa: ARG002  # see ``Socketed``
-        """See ``Socketed``."""
+    def handle(self, descriptor: int, event: int) -> None:  # noqa: ARG002  # see ``EventHandler``
+        """See ``EventHandler``."""
         self._calling.receive_caller(self)
 
 
 class Calling:
-    """See the module docstring. Every method requires the mover's lock.
+    """See the module docstring. Every method requires the loop's lock.
 
     Attributes:
         listeners: the sockets on which other ranks call.
@@ -61,7 +61,7 @@ class Calling:
         self,
         doors: Doors,
         listeners: Sequence[socket.socket],
-        mover: Mover,
+        loop: EventLoop,
         connections: dict[int, Connection],
         lost_seconds: float,
     ) -> None:
@@ -70,19 +70,19 @@ class Calling:
         Args:
             doors: how all ranks are reached.
             listeners: the sockets on which other ranks call; this object owns them from now on.
-            mover: handles events on the sockets.
+            loop: handles events on the sockets.
             connections: the existing connections by rank; new ones are added.
             lost_seconds: how long another host may stay silent.
         """
         self._doors = doors
         self.listeners = tuple(listeners)
-        self._mover = mover
+        self._loop = loop
         self._connections = connections
         self._lost_seconds = lost_seconds
         self._callers: dict[int, _Caller] = {}
         for each in self.listeners:
             each.settimeout(0)
-            mover.watch(each, self)
+            loop.watch(each, self)
 
     # ------------------------------------------------------------------ calls
 
@@ -132,14 +132,14 @@ class Calling:
         except BaseException:
             connection.end(TORN)
             raise
-        if self._mover.is_aborted:  # a signal handler aborted the link, unaware of this connection
+        if self._loop.is_aborted:  # a signal handler aborted the link, unaware of this connection
             connection.end(OWN_DOING)
             raise LinkClosed(OWN_DOING)
         return connection
 
     def _made(self, peer: int, end: socket.socket) -> Connection:
         lost_seconds = None if self._doors.is_near(peer) else self._lost_seconds
-        return Connection(peer, end, self._mover, lost_seconds, self)
+        return Connection(peer, end, self._loop, lost_seconds, self)
 
     def _use(self, connection: Connection) -> None:
         connection.attach(connection.socket)
@@ -179,7 +179,7 @@ class Calling:
 
     def _call_again(self, connection: Connection) -> None:
         doors, peer = self._doors, connection.peer.rank
-        if self._mover.is_aborted:
+        if self._loop.is_aborted:
             connection.end(OWN_DOING)
             return
         try:
@@ -220,8 +220,8 @@ class Calling:
 
     # ------------------------------------------------------------------ callers
 
-    def handle(self, descriptor: int, event: int) -> None:  # noqa: ARG002  # see ``Socketed``
-        """See ``Socketed``; a caller is waiting."""
+    def handle(self, descriptor: int, event: int) -> None:  # noqa: ARG002  # see ``EventHandler``
+        """See ``EventHandler``; a caller is waiting."""
         self.let_in()
 
     def let_in(self) -> None:
@@ -251,7 +251,7 @@ class Calling:
         caller = _Caller(end, received, self)
         self._callers[end.fileno()] = caller
         try:
-            self._mover.watch(end, caller)
+            self._loop.watch(end, caller)
         except (OSError, ValueError):  # it can't be watched, or a signal handler closed it
             self._send_away(caller)
             return
@@ -280,18 +280,18 @@ class Calling:
             peer = None
         if self._callers.pop(descriptor, None) is None:  # a signal handler has done this
             return
-        self._mover.unwatch(caller.socket)
+        self._loop.unwatch(caller.socket)
         if peer is None or not self._admit(peer, caller.socket):
             caller.socket.close()
 
     def _send_away(self, caller: _Caller) -> None:
         self._callers.pop(caller.socket.fileno(), None)
-        self._mover.let_go(caller.socket)
+        self._loop.close_socket(caller.socket)
 
     def _admit(self, peer: int, end: socket.socket) -> bool:
         """Take over a connection that a rank has opened; return False if it is not needed."""
         doors, connection = self._doors, self._connections.get(peer)
-        if self._mover.is_aborted:
+        if self._loop.is_aborted:
             return False
         if connection is None:
             connection = self._made(peer, end)
@@ -333,7 +333,7 @@ class Calling:
     def shut(self) -> None:
         """Stop listening, and drop the callers that have not been accepted."""
         for listener in self.listeners:
-            self._mover.let_go(listener)
+            self._loop.close_socket(listener)
         for each in tuple(self._callers.values()):
             self._send_away(each)
 

@@ -31,6 +31,7 @@ from objcomm._transport.doors import (
     called_at,
     own_addresses,
 )
+from objcomm._transport.event_loop import SPIN_SECONDS
 from objcomm._transport.gloo import GlooLink, keys_left
 from objcomm._transport.link import (
     HANDSHAKE_TAG,
@@ -42,7 +43,6 @@ from objcomm._transport.link import (
     LinkRefused,
     LinkUnreachable,
 )
-from objcomm._transport.mover import SPIN_SECONDS
 from objcomm._transport.rendezvous import GivenUpError, damaged, forget, meet
 from objcomm._transport.sockets import is_outage
 from objcomm._transport.store import pack_record, read, under, unpack_record

@@ -25,9 +25,9 @@ import time
 from struct import Struct
 from typing import TYPE_CHECKING, Protocol
 
+from objcomm._transport.event_loop import ENDS, OWN_DOING, READS, EventLoop, hang_up
 from objcomm._transport.frames import FAREWELL_MAX_NBYTES, HEADER, Kind
 from objcomm._transport.link import HOST_LOST, PEER_LOST
-from objcomm._transport.mover import ENDS, OWN_DOING, READS, Mover, hang_up
 from objcomm._transport.peer import Peer
 from objcomm._transport.pending import Transfer
 from objcomm._transport.share import FILES_MAX, Share
@@ -67,7 +67,7 @@ class Renewing(Protocol):
 
 
 class Connection:
-    """See the module docstring. Every method but ``has_ended_there`` requires the mover's lock.
+    """See the module docstring. Every method but ``has_ended_there`` requires the loop's lock.
 
     Attributes:
         peer: the protocol with the peer.
@@ -83,7 +83,7 @@ class Connection:
         is_to_call: whether the call has failed and has to be repeated.
         failed: why nothing more can be sent, although received data may be unread.
         silence: measures how long the peer's host has not answered; None for this host.
-        is_watched: whether the mover is woken when the system can take more bytes.
+        is_watched: whether the leader is woken when the system can take more bytes.
         is_hung_up: whether this end was shut down by a thread that could not end it completely.
         was_ended_there: whether the peer closed it.
         undelivered: sockets that were ended here but not closed yet.
@@ -92,8 +92,8 @@ class Connection:
     __slots__ = (
         "_calling",
         "_is_ended",
+        "_loop",
         "_lost_seconds",
-        "_mover",
         "awaited_handshake",
         "called",
         "called_way",
@@ -116,7 +116,7 @@ class Connection:
         self,
         rank: int,
         end: socket.socket,
-        mover: Mover,
+        loop: EventLoop,
         lost_seconds: float | None,
         calling: Renewing | None = None,
     ) -> None:
@@ -125,7 +125,7 @@ class Connection:
         Args:
             rank: the peer's.
             end: its socket, or one that has yet to be connected.
-            mover: handles events on its sockets.
+            loop: handles events on its sockets.
             lost_seconds: how long the peer's host may stay silent; None for this host.
             calling: calls the peer again if it was not reached; None if that never happens.
         """
@@ -141,7 +141,7 @@ class Connection:
         self.silence: Silence | None = None
         self.is_watched = self.is_hung_up = self.was_ended_there = False
         self.undelivered: list[socket.socket] = []
-        self._mover = mover
+        self._loop = loop
         self._lost_seconds = lost_seconds
         self._calling = calling
         self._is_ended = False
@@ -158,11 +158,11 @@ class Connection:
             if end is self.socket:
                 self.silence = silence
         end.setblocking(False)  # noqa: FBT003  # its only parameter
-        self._mover.watch(end, self)
+        self._loop.watch(end, self)
 
     def detach(self) -> None:
         """Close the socket for sending, before another one replaces it."""
-        self._mover.let_go(self.socket)
+        self._loop.close_socket(self.socket)
         self.is_watched = False
 
     def sockets(self) -> list[socket.socket]:
@@ -269,19 +269,19 @@ class Connection:
         is_wanted = bool(self.own_handshake or is_waiting)
         if is_wanted != self.is_watched and not (self.is_to_call or peer.ended):
             self.is_watched = is_wanted
-            self._mover.events.modify(self.socket, READS | _OUT * is_wanted)
+            self._loop.events.modify(self.socket, READS | _OUT * is_wanted)
 
     # ------------------------------------------------------------------ in
 
     def handle(self, descriptor: int, event: int) -> None:
-        """See ``Socketed``."""
+        """See ``EventHandler``."""
         try:
             if event & ENDS and self.awaited_handshake and self._calling is not None:
                 self._calling.let_in()  # the peer may have called as well, and sent more there
             if event & _OUT:
                 self.flush()
             # That may have ended it or replaced its socket.
-            if event & ~_OUT and self._mover.sockets.get(descriptor) is self:
+            if event & ~_OUT and self._loop.sockets.get(descriptor) is self:
                 if self.inlet is None or self.inlet.fileno() == descriptor:
                     self.read(is_ending=bool(event & ENDS))
                 else:
@@ -315,7 +315,7 @@ class Connection:
                     return
                 left -= count
                 peer.received(count)
-                # If it is watched, the mover, which is this thread, learns when there is room.
+                # If it is watched, the leader, which is this thread, learns when there is room.
                 if ((peer.outgoing or peer.contents) and not self.is_watched) or peer.ended:
                     self.carry_out()
                 if count < len(into) and not is_ending:  # there was no more
@@ -427,10 +427,10 @@ class Connection:
         try:
             for end in self.sockets():
                 if not is_to_deliver:
-                    self._mover.let_go(end)
+                    self._loop.close_socket(end)
                 elif end not in self.undelivered:
                     self.undelivered.append(end)
-                    self._mover.unwatch(end)
+                    self._loop.unwatch(end)
         finally:
             self.peer.end(reason)
         self._is_ended = True  # not reached if a signal handler has raised; then it is repeated

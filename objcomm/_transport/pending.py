@@ -26,7 +26,7 @@ class Awaited:
     Attributes:
         is_over: whether the wait is over.
         reason: why the wait failed; empty otherwise.
-        turn: held by the waiting thread while another thread is the mover.
+        turn: held by the waiting thread while another thread is the leader.
     """
 
     __slots__ = ("is_over", "reason", "turn")

@@ -1,8 +1,8 @@
 """The link over streams: a socket for each pair of ranks, Unix within a host and TCP between hosts.
 
 Six modules do the work; each uses those before it. ``frames`` defines the frame format, ``pending``
-what threads wait for, ``peer`` the protocol with one rank, ``mover`` the waits, ``connection`` the
-sockets to one rank, and ``calling`` connects ranks on first use.
+what threads wait for, ``peer`` the protocol with one rank, ``event_loop`` the waits, ``connection``
+the sockets to one rank, and ``calling`` connects ranks on first use.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from objcomm._transport.connection import (
     has_bytes,
     has_unread,
 )
+from objcomm._transport.event_loop import IN_A_HANDLER, OWN_DOING, EventLoop, Signal, hang_up
 from objcomm._transport.frames import UNASKED_MAX_NBYTES
 from objcomm._transport.link import (
     HOST_LOST,
@@ -35,7 +36,6 @@ from objcomm._transport.link import (
     LinkError,
     Pending,
 )
-from objcomm._transport.mover import IN_A_HANDLER, OWN_DOING, Mover, Signal, hang_up
 from objcomm._transport.pending import Attendance, Awaited, Lent, Loan, Members, Transfer
 from objcomm._transport.sockets import await_delivery
 
@@ -103,9 +103,9 @@ class StreamLink:
         self._connections: dict[int, Connection] = {}
         self._calling: Calling | None = None
         self._farewell = b""
-        self._mover = Mover(spin_seconds)
-        self._lock = self._mover.lock
-        self.is_interrupted: Callable[[], bool] = self._mover.is_interrupted
+        self._loop = EventLoop(spin_seconds)
+        self._lock = self._loop.lock
+        self.is_interrupted: Callable[[], bool] = self._loop.is_interrupted
         self._hosts = dict(hosts or dict.fromkeys(sorted({rank, *sockets}), 0))
         self._near = frozenset(
             peer for peer, host in self._hosts.items() if host == self._hosts[rank]
@@ -117,10 +117,10 @@ class StreamLink:
             ["Unix sockets"] * (len(self._near) > 1) + ["TCP"] * (len(self._near) < self.size)
         )
         if doors is not None:
-            self._calling = Calling(doors, listeners, self._mover, self._connections, lost_seconds)
+            self._calling = Calling(doors, listeners, self._loop, self._connections, lost_seconds)
         for peer, end in sockets.items():
             lost_after = None if peer in self._near else lost_seconds
-            made = Connection(peer, end, self._mover, lost_after, self._calling)
+            made = Connection(peer, end, self._loop, lost_after, self._calling)
             self._connections[peer] = made
             made.attach(end)
 
@@ -134,10 +134,10 @@ class StreamLink:
             for end in (*each.sockets(), *each.undelivered):
                 end.close()
         if connections:
-            self._connections.clear()  # they refer to the mover, which refers to them
+            self._connections.clear()  # they refer to the loop, which refers to them
         for end in getattr(self, "_listeners", ()):
             end.close()
-        for name in ("_calling", "_mover"):
+        for name in ("_calling", "_loop"):
             if getattr(self, name, None) is not None:
                 getattr(self, name).close()
 
@@ -163,8 +163,8 @@ class StreamLink:
             except BaseException:  # whole or not at all: a signal handler may raise at any step
                 connection.end(TORN)
                 raise
-            if self._mover.moved_for is not None:
-                self._mover.wake_mover()
+            if self._loop.leader_wait is not None:
+                self._loop.wake_leader_if_over()
         return pending
 
     def expect(self, peers: Sequence[int], tag: int) -> None:  # noqa: ARG002  # the system buffers messages
@@ -186,7 +186,7 @@ class StreamLink:
                         message = protocol.take(tag)
                         if protocol.outgoing:
                             connection.carry_out()
-                            self._mover.wake_mover()
+                            self._loop.wake_leader_if_over()
                     except BaseException:  # as in ``send``
                         connection.end(TORN)
                         raise
@@ -199,7 +199,7 @@ class StreamLink:
                     bell = protocol.bells[tag] = Awaited()
                 bell.is_over = False
             try:
-                self._mover.await_end(bell, until)
+                self._loop.run_until_over(bell, until)
             except LinkClosed:
                 self.abort()  # see ``wait``
                 raise
@@ -261,8 +261,8 @@ class StreamLink:
             except BaseException:
                 connection.end(TORN)
                 raise
-            if self._mover.moved_for is not None:
-                self._mover.wake_mover()
+            if self._loop.leader_wait is not None:
+                self._loop.wake_leader_if_over()
 
     def wait(self, pending: Pending, limit: timedelta) -> None:
         """See ``Link``."""
@@ -270,7 +270,7 @@ class StreamLink:
             return
         if not pending.is_over:
             try:
-                self._mover.await_end(pending, time.monotonic() + limit.total_seconds())
+                self._loop.run_until_over(pending, time.monotonic() + limit.total_seconds())
             except LinkClosed:
                 self.abort()  # a signal may have come between its first step and its end
                 raise
@@ -288,7 +288,7 @@ class StreamLink:
 
     def came_late(self, peer: int, tag: int) -> bool:
         """See ``Link``."""
-        self._mover.move_what_is_there()
+        self._loop.handle_pending()
         return self.has_come(peer, tag)
 
     def unread(self) -> Sequence[bytes]:
@@ -307,12 +307,12 @@ class StreamLink:
     def attend(self, peer: int, accepts: Mapping[int, Callable[[bytes], bool]]) -> NoReturn:
         """See ``Connections``."""
         connection = self._connections.get(peer) or self._opened(peer)
-        protocol, mover = connection.peer, self._mover
+        protocol, loop = connection.peer, self._loop
         attendance = protocol.attendance = Attendance(accepts)
         prompted, idle = select.poll(), select.poll()
         for each in (prompted, idle):
             each.register(attendance.prompts, select.POLLIN)
-        idle.register(mover.events, select.POLLIN)
+        idle.register(loop.events, select.POLLIN)
         try:
             while True:
                 with contextlib.suppress(BlockingIOError):
@@ -322,7 +322,7 @@ class StreamLink:
                         protocol.give_out(tag)
                     if protocol.outgoing:
                         connection.carry_out()
-                        mover.wake_mover()
+                        loop.wake_leader_if_over()
                     if attendance.error is not None:
                         protocol.attendance = None
                         try:
@@ -334,10 +334,10 @@ class StreamLink:
                 idle.poll()
                 # A waiting thread reads what has arrived. So does one that is about to wait again,
                 # as in a series of receives; two threads would get in each other's way.
-                if mover.is_in_use(_STAND_BY_MS / 1e3):
+                if loop.is_in_use(_STAND_BY_MS / 1e3):
                     prompted.poll(_STAND_BY_MS)
                 else:
-                    mover.move_what_is_there()
+                    loop.handle_pending()
         finally:
             with self._lock:  # the functions in ``accepts`` may refer to this link
                 protocol.attendance = None
@@ -352,7 +352,7 @@ class StreamLink:
 
     def signal(self) -> Signal:
         """See ``Connections``."""
-        return Signal(self._mover, self)
+        return Signal(self._loop, self)
 
     # ------------------------------------------------------------------ connections
 
@@ -382,7 +382,7 @@ class StreamLink:
             return self._connection_to(peer)
 
     def _connection_to(self, peer: int) -> Connection:
-        if self._mover.is_aborted:  # a forked process has closed all of its copies
+        if self._loop.is_aborted:  # a forked process has closed all of its copies
             raise LinkClosed(OWN_DOING)
         if self._calling is None:
             raise KeyError(peer)
@@ -390,7 +390,7 @@ class StreamLink:
 
     def move(self, *, is_awaited: bool = True) -> None:
         """See ``Link``. Also ends connections to hosts that have been silent for too long."""
-        self._mover.move_what_is_there()
+        self._loop.handle_pending()
         if self.is_interrupted():
             return
         for each in tuple(self._connections.values()):
@@ -407,13 +407,13 @@ class StreamLink:
                         each.lose_host()
                     elif is_due and self._calling is not None:
                         self._calling.look_after(each)
-                    self._mover.wake_mover()
+                    self._loop.wake_leader_if_over()
                 finally:
                     self._lock.release()
 
     def closed(self) -> Sequence[int]:
         """See ``Connections``."""
-        self._mover.move_what_is_there()
+        self._loop.handle_pending()
         return [peer for peer in tuple(self._connections) if self._has_ended(peer)]
 
     def has_lost_any(self) -> bool:
@@ -428,13 +428,13 @@ class StreamLink:
         """See ``Connections``."""
         connection = self._connections.get(peer)
         if connection is None or not connection.peer.ended:
-            self._mover.move_what_is_there()
+            self._loop.handle_pending()
         return self._has_ended(peer)
 
     def _has_ended(self, peer: int) -> bool:
         connection = self._connections.get(peer)
         if connection is None:
-            return self._mover.is_aborted
+            return self._loop.is_aborted
         if connection.peer.ended or not self._lock.acquire(timeout=_PATIENCE_SECONDS):
             return bool(connection.peer.ended)
         try:
@@ -449,7 +449,7 @@ class StreamLink:
 
     def closed_by(self) -> Sequence[int]:
         """See ``Connections``."""
-        self._mover.move_what_is_there()
+        self._loop.handle_pending()
         return [
             peer
             for peer, each in tuple(self._connections.items())
@@ -500,7 +500,7 @@ class StreamLink:
         was sent to them, or a moment later.
         """
         self._farewell = farewell or self._farewell  # another thread may be the first to abort
-        self._mover.is_aborted = True
+        self._loop.is_aborted = True
         if os.getpid() != self._pid:
             self.__del__()
         elif self.is_interrupted() or not self._lock.acquire(timeout=_PATIENCE_SECONDS):
@@ -519,7 +519,7 @@ class StreamLink:
                     self._shut_doors()
                 finally:
                     try:
-                        self._mover.wake_all()
+                        self._loop.wake_all()
                     finally:
                         self._lock.release()
                         close_when_delivered(left)
@@ -531,7 +531,7 @@ class StreamLink:
                 each.is_hung_up = True
                 for end in each.sockets():
                     hang_up(end)
-        self._mover.sound()
+        self._loop.wake_leader()
         self._shut_doors()
 
     def _shut_doors(self) -> None:

@@ -178,7 +178,7 @@ def test_what_a_rank_has_sent_before_its_end_reaches_who_is_slower_to_connect(ho
 
 
 class HeldUp:
-    """The poll that a link's mover sleeps in, with a pause for the main thread after it."""
+    """The poll that a link's event loop sleeps in, with a pause for the main thread after it."""
 
     def __init__(self, events: Any, wait: Callable[[], object]) -> None:
         self._events, self._wait = events, wait
@@ -209,13 +209,13 @@ def test_what_a_rank_has_sent_before_its_end_reaches_who_gets_no_turn_for_long(h
         looks.acquire()
         looks.acquire(timeout=1.0)  # none follows if the first one has ended the call
 
-    mover: Any = resolve(None)._whole.mesh.link._mover  # type: ignore[union-attr]  # noqa: SLF001  # nothing public holds up a thread there
+    loop: Any = resolve(None)._whole.mesh.link._loop  # type: ignore[union-attr]  # noqa: SLF001  # nothing public holds up a thread there
     when_main_thread_waits(lambda: say("rank 0 waits"))
     with (
         mock.patch.object(watchdog, "loss_in", counted(looks)),
         mock.patch.object(losses, "LAST_BYTES_SECONDS", 0.0),
     ):
-        with mock.patch.object(mover, "events", HeldUp(mover.events, wait)):
+        with mock.patch.object(loop, "events", HeldUp(loop.events, wait)):
             assert objcomm.broadcast(None, src=1) == "all but"
         assert objcomm.broadcast(None, src=1) == "its last words"
 

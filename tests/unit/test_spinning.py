@@ -19,10 +19,10 @@ class _Looks:
     """A link's epoll that records how long each poll may sleep."""
 
     def __init__(self, link: StreamLink, on_look: Callable[[int], object]) -> None:
-        self._events = vars(vars(link)["_mover"])["events"]
+        self._events = vars(vars(link)["_loop"])["events"]
         self._on_look = on_look
         self.seconds: list[float] = []
-        vars(vars(link)["_mover"])["events"] = self
+        vars(vars(link)["_loop"])["events"] = self
 
     def poll(self, seconds: float) -> Any:
         self.seconds.append(seconds)

@@ -37,18 +37,18 @@ def at_next_read(link: StreamLink, handler: Callable[[], None]) -> None:
 
 def at_next_sleep(link: StreamLink, handler: Callable[[], None]) -> None:
     """Run a signal handler while the calling thread sleeps in the link."""
-    events = link._mover.events  # noqa: SLF001  # where it sleeps
+    events = link._loop.events  # noqa: SLF001  # where it sleeps
 
     class Interrupted:
         def __getattr__(self, name: str) -> Any:
             return getattr(events, name)
 
         def poll(self, seconds: float) -> list[tuple[int, int]]:
-            link._mover.events = events  # noqa: SLF001  # once
+            link._loop.events = events  # noqa: SLF001  # once
             handler()
             return events.poll(seconds)  # Python resumes it when a handler returns
 
-    link._mover.events = Interrupted()  # type: ignore[assignment]  # noqa: SLF001  # until the link sleeps
+    link._loop.events = Interrupted()  # type: ignore[assignment]  # noqa: SLF001  # until the link sleeps
 
 
 def interrupt() -> None:

@@ -205,7 +205,7 @@ def test_who_waits_goes_on_when_the_one_who_moved_gave_up() -> None:
 def test_an_abort_wakes_all_who_wait() -> None:
     with joined() as (link, _), ThreadPoolExecutor(4) as threads:
         waiting = [threads.submit(link.wait, link.recv(room(1), 1, tag), LIMIT) for tag in range(4)]
-        wait_until(lambda: link._mover._mover, "one that moves")  # noqa: SLF001  # nothing else shows it
+        wait_until(lambda: link._loop._leader, "one that moves")  # noqa: SLF001  # nothing else shows it
         link.abort()
         for each in waiting:
             with pytest.raises(LinkClosed, match="this rank has closed"):

@@ -111,7 +111,7 @@ def test_who_waits_is_woken_where_a_host_has_become_silent(
     with joined(3, across=True) as links, ThreadPoolExecutor(1) as thread:
         coming = links[0].recv(room(9), 1, TAG)
         waited = thread.submit(links[0].wait, coming, LIMIT)
-        wait_until(lambda: links[0]._mover.moved_for is not None, "it to sleep")  # noqa: SLF001  # no other sign
+        wait_until(lambda: links[0]._loop.leader_wait is not None, "it to sleep")  # noqa: SLF001  # no other sign
         silence = links[0]._connections[1].silence  # noqa: SLF001  # as the kernel would report it
         assert silence is not None
         monkeypatch.setattr(silence, "is_too_long", lambda: True)

@@ -1,8 +1,8 @@
 """Moves the bytes of a link's sockets, on the threads that wait for them.
 
-There is no dedicated thread. One of the waiting threads, the *mover*, moves bytes for all of them:
-it sleeps until any socket is readable or writable, handles it, and wakes the threads whose waits
-are over. When its own wait is over, another waiting thread becomes the mover.
+There is no dedicated thread. One of the waiting threads, the *leader*, runs the loop for all of
+them: it sleeps until any socket is readable or writable, handles it, and wakes the threads whose
+waits are over. When its own wait is over, another waiting thread becomes the leader.
 
 In a series of calls, falling asleep and waking up takes longer than most waits. So a rank that has
 its own core polls for ``SPIN_SECONDS`` before it sleeps, unless its last wait took longer.
@@ -44,14 +44,14 @@ OWN_DOING = "this rank has closed its connections"
 IN_A_HANDLER = "a signal's handler has used connections that it had interrupted"
 
 
-class Socketed(Protocol):
+class EventHandler(Protocol):
     """An owner of sockets."""
 
     def handle(self, descriptor: int, event: int) -> None:
-        """Move what can be moved on one of its sockets; called with the mover's lock held."""
+        """Move what can be moved on one of its sockets; called with the loop's lock held."""
 
 
-class Mover:
+class EventLoop:
     """See the module docstring.
 
     Attributes:
@@ -59,13 +59,13 @@ class Mover:
             not wait for the code that it has interrupted.
         is_interrupted: see ``Link``.
         is_aborted: whether moving has stopped for good.
-        moved_for: what the mover itself waits for; None if there is no mover.
+        leader_wait: what the leader itself waits for; None if there is no leader.
         sockets: the handler of each descriptor.
-        events: the epoll object on which the mover sleeps.
+        events: the epoll object on which the leader sleeps.
     """
 
     def __init__(self, spin_seconds: float) -> None:
-        """Create the epoll object and the sockets that wake the mover.
+        """Create the epoll object and the sockets that wake the leader.
 
         Args:
             spin_seconds: how long a wait may poll before it sleeps.
@@ -73,22 +73,22 @@ class Mover:
         self._spin_seconds = spin_seconds
         self._waited_seconds = math.inf  # of the last thread that moved until its wait was over
         self._waited_until = -math.inf  # when that wait ended
-        self.sockets: dict[int, Socketed] = {}
-        # A byte sent here wakes the mover.
-        self._alarm, self._heard = socket.socketpair()
+        self.sockets: dict[int, EventHandler] = {}
+        # A byte sent here wakes the leader.
+        self._wake_sender, self._wake_receiver = socket.socketpair()
         self.events = select.epoll()
-        self.events.register(self._heard, select.EPOLLIN)
-        for end in (self._alarm, self._heard):
+        self.events.register(self._wake_receiver, select.EPOLLIN)
+        for end in (self._wake_sender, self._wake_receiver):
             end.settimeout(0)
         self.lock = guard()
         # As threading.Condition does. A plain attribute, because every message checks it.
         self.is_interrupted: Callable[[], bool] = self.lock._is_owned  # noqa: SLF001  # see above
         self.is_aborted = False
-        self.moved_for: Awaited | None = None
-        self._mover = 0  # a thread identifier
+        self.leader_wait: Awaited | None = None
+        self._leader = 0  # a thread identifier
         self._waiting: deque[Awaited] = deque()
 
-    def watch(self, end: socket.socket, handler: Socketed) -> None:
+    def watch(self, end: socket.socket, handler: EventHandler) -> None:
         """Handle the events of a socket."""
         self.sockets[end.fileno()] = handler
         self.events.register(end, READS)
@@ -99,21 +99,21 @@ class Mover:
         with contextlib.suppress(OSError, ValueError):
             self.events.unregister(end)
 
-    def let_go(self, end: socket.socket) -> None:
+    def close_socket(self, end: socket.socket) -> None:
         """Close a socket, which may be watched, and may be closed already."""
         self.unwatch(end)
         hang_up(end)
         end.close()
 
     def close(self) -> None:
-        """Close the sockets that wake the mover, after moving has stopped."""
-        self._alarm.close()
-        self._heard.close()
-        self.sockets.clear()  # they may refer to this mover
+        """Close the sockets that wake the leader, after moving has stopped."""
+        self._wake_sender.close()
+        self._wake_receiver.close()
+        self.sockets.clear()  # they may refer to this loop
 
     # ------------------------------------------------------------------ waits
 
-    def await_end(  # noqa: C901, PLR0912  # one loop: a function for each step would cost a call
+    def run_until_over(  # noqa: C901, PLR0912  # one loop: a function for each step would cost a call
         self, awaited: Awaited, until: float
     ) -> None:
         """Move bytes until a wait is over, or sleep until the thread that moves them ends it.
@@ -135,14 +135,14 @@ class Mover:
             with self.lock:
                 if awaited.is_over:
                     return
-                if self._mover not in (0, me):
+                if self._leader not in (0, me):
                     turn = awaited.turn = threading.Lock()
                     turn.acquire()
                     self._waiting.append(awaited)
                 else:
-                    # If a signal handler interrupted the mover's sleep, this thread is the mover.
-                    before = self._mover, self.moved_for
-                    self._mover, self.moved_for = me, awaited
+                    # If a signal handler interrupted the leader's sleep, this thread is the leader.
+                    before = self._leader, self.leader_wait
+                    self._leader, self.leader_wait = me, awaited
             if turn is None:
                 began = time.monotonic()
                 is_likely_short = self._waited_seconds <= self._spin_seconds
@@ -150,16 +150,16 @@ class Mover:
                     while (left := until - time.monotonic()) > 0 and not self.is_aborted:
                         if is_likely_short:
                             self._spin(min(until, began + self._spin_seconds))
-                        self._move_once(min(left, _SLEEP_MAX_SECONDS))
+                        self._run_once(min(left, _SLEEP_MAX_SECONDS))
                         if awaited.is_over:
                             break
                 finally:
                     self._waited_until = now = time.monotonic()
                     self._waited_seconds = now - began
                     with self.lock:
-                        self._mover, self.moved_for = before
+                        self._leader, self.leader_wait = before
                         if before[0]:
-                            self.wake_mover()  # its wait may have ended in the meantime
+                            self.wake_leader_if_over()  # its wait may have ended in the meantime
                         elif self._waiting:
                             self._wake_one()
             else:
@@ -186,11 +186,11 @@ class Mover:
             awaited.turn = None
             if awaited in self._waiting:
                 self._waiting.remove(awaited)
-            elif not self._mover:
+            elif not self._leader:
                 self._wake_one()
 
     def _wake_one(self) -> None:
-        """Make one of the waiting threads the mover."""
+        """Make one of the waiting threads the leader."""
         while self._waiting:
             awaited = self._waiting.popleft()
             turn, awaited.turn = awaited.turn, None
@@ -202,59 +202,59 @@ class Mover:
 
     def is_in_use(self, seconds: float) -> bool:
         """Return whether a waiting thread moves bytes, or did so within the last ``seconds``."""
-        return self.moved_for is not None or time.monotonic() < self._waited_until + seconds
+        return self.leader_wait is not None or time.monotonic() < self._waited_until + seconds
 
     def end(self, awaited: Awaited) -> None:
         """End a wait; any thread may call this."""
-        is_within = self.is_interrupted()  # the mover checks its own wait after each step
+        is_within = self.is_interrupted()  # the leader checks its own wait after each step
         with self.lock:
             awaited.is_over = True
             if awaited.turn is not None:
                 awaited.end()
-            elif self.moved_for is awaited and not is_within:
-                self.sound()
+            elif self.leader_wait is awaited and not is_within:
+                self.wake_leader()
 
-    def wake_mover(self) -> None:
-        """Wake the mover if another thread has ended its wait."""
-        if self.moved_for is not None and self.moved_for.is_over:
-            self.sound()
+    def wake_leader_if_over(self) -> None:
+        """Wake the leader if another thread has ended its wait."""
+        if self.leader_wait is not None and self.leader_wait.is_over:
+            self.wake_leader()
 
-    def sound(self) -> None:
-        """Wake the mover."""
+    def wake_leader(self) -> None:
+        """Wake the leader."""
         with contextlib.suppress(BlockingIOError):  # it has not read the earlier ones yet
-            self._alarm.send(b"!")
+            self._wake_sender.send(b"!")
 
     def wake_all(self) -> None:
         """Make every waiting thread check its state again; the caller holds the lock."""
         while self._waiting:
             self._wake_one()
-        self.sound()
+        self.wake_leader()
 
     # ------------------------------------------------------------------ moving
 
-    def move_what_is_there(self) -> None:
+    def handle_pending(self) -> None:
         """Handle the events that are pending, unless another thread is about to."""
         if self.is_interrupted() or not self.lock.acquire(blocking=False):
             return
         me = threading.get_ident()
         try:
-            if self._mover not in (0, me):
+            if self._leader not in (0, me):
                 return
-            before = self._mover, self.moved_for
-            self._mover = me
+            before = self._leader, self.leader_wait
+            self._leader = me
         finally:
             self.lock.release()
         try:
-            self._move_once(0.0)
+            self._run_once(0.0)
         finally:
-            with self.lock:  # as in ``await_end``
-                self._mover, self.moved_for = before
+            with self.lock:  # as in ``run_until_over``
+                self._leader, self.leader_wait = before
                 if before[0]:
-                    self.wake_mover()
+                    self.wake_leader_if_over()
                 else:
                     self._wake_one()
 
-    def _move_once(self, seconds: float) -> None:
+    def _run_once(self, seconds: float) -> None:
         """Handle the events that come within ``seconds``."""
         events = self.events.poll(seconds)
         if not events:
@@ -265,37 +265,37 @@ class Mover:
                 if handler is not None:
                     handler.handle(descriptor, event)
                 # After an abort the byte stays there, so that attending threads wake up as well.
-                elif descriptor == self._heard.fileno() and not self.is_aborted:
+                elif descriptor == self._wake_receiver.fileno() and not self.is_aborted:
                     with contextlib.suppress(BlockingIOError):  # a signal handler has read it
-                        self._heard.recv(64)
+                        self._wake_receiver.recv(64)
 
 
 class Signal(Awaited):
     """See ``Connections.signal``."""
 
-    __slots__ = ("_link", "_mover")
+    __slots__ = ("_link", "_loop")
 
-    def __init__(self, mover: Mover, link: object) -> None:
+    def __init__(self, loop: EventLoop, link: object) -> None:
         """Create a signal that is not set.
 
         Args:
-            mover: moves bytes while a thread waits.
-            link: the mover's link, which closes it when it is garbage-collected; it must outlive
+            loop: moves bytes while a thread waits.
+            link: the loop's link, which closes it when it is garbage-collected; it must outlive
                 the wait.
         """
         super().__init__()
-        self._mover = mover
+        self._loop = loop
         self._link = link
 
     def set(self) -> None:
         """See ``Awaitable``."""
-        self._mover.end(self)
+        self._loop.end(self)
 
     def wait(self, seconds: float = -1) -> bool:
         """See ``Awaitable``."""
         until = math.inf if seconds < 0 else time.monotonic() + seconds
         try:
-            self._mover.await_end(self, until)
+            self._loop.run_until_over(self, until)
         except LinkTimeout:
             pass
         except LinkError:  # nothing moves any more; the thread that knows the reason sets this
