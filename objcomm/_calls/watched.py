@@ -16,7 +16,7 @@ from objcomm._algorithms.exchange import Exchange
 from objcomm._algorithms.transfers import Meter
 from objcomm._failures.losses import end_by_backend, end_by_loss, local
 from objcomm._failures.mesh import Mesh
-from objcomm._failures.verdict import Cause, Verdict, proposal_for, regions
+from objcomm._failures.verdict import Cause, Verdict, open_blocks, proposal_for
 from objcomm._failures.watchdog import (
     check_running,
     end_elsewhere,
@@ -105,7 +105,7 @@ class Watched(Exchange):
             self._mark_raised()
             self._end_elsewhere(verdict)
             raise verdict.error(entry.operation, self.header.position)
-        entry.regions = regions.get()
+        entry.blocks = open_blocks.get()
         try:
             self.lane.begin(entry, deadline)
             hurry(deadline.remaining)

@@ -8,7 +8,7 @@ from objcomm._algorithms import routes
 from objcomm._calls.call import Call
 from objcomm._calls.group import known_groups, resolve
 from objcomm._config import GroupLike, Timeout
-from objcomm._failures.verdict import Cause, Verdict, regions
+from objcomm._failures.verdict import Cause, Verdict, open_blocks
 from objcomm._observe.history import call_site
 from objcomm._wire.failure_message import failure_of, on_rank, raise_together
 from objcomm._wire.header import Operation, Status
@@ -103,7 +103,7 @@ class _Block:
         except CollectiveError:
             # The beginning does not synchronize ranks: another may already have failed inside.
             verdict = self._verdict
-            if verdict is not None and verdict.block and verdict.block not in regions.get():
+            if verdict is not None and verdict.block and verdict.block not in open_blocks.get():
                 self._mark_groups_raised(verdict)
             raise
         if not self._key:
@@ -112,7 +112,7 @@ class _Block:
         if verdict is not None:
             self._mark_groups_raised(verdict)
             raise verdict.error(self._called)
-        regions.set((*regions.get(), self._key))
+        open_blocks.set((*open_blocks.get(), self._key))
 
     # The mesh may be replaced while the block is open, so each step looks up the current one. Each
     # returns before an error is raised, because the error's traceback would keep the mesh alive.
@@ -128,7 +128,7 @@ class _Block:
         if mesh is not None:
             mesh.end_block(self._key)
         # No token: generators leave blocks in any order, and in other contexts.
-        regions.set(tuple(each for each in regions.get() if each != self._key))
+        open_blocks.set(tuple(each for each in open_blocks.get() if each != self._key))
 
     def _tell(self, verdict: Verdict) -> Verdict:
         """Report this rank's failure to all ranks in the block; return the error all will raise."""

@@ -76,7 +76,7 @@ def of_each_kind(entries: Iterable[CallRecord]) -> list[CallRecord]:
     for entry in entries:
         waiter = (entry.caller or entry).waiter
         kind = (
-            (entry.awaits, entry.is_served, entry.has_own_limit, entry.regions)
+            (entry.awaits, entry.is_served, entry.has_own_limit, entry.blocks)
             if not waiter and entry.header.sequence != MEETING
             else id(entry)
         )
@@ -254,11 +254,11 @@ def _heed(board: Board, mesh: Mesh, entry: CallRecord) -> bool:
     if posted is not None:
         mesh.stop(posted)  # not posted again: the others may have read and removed it
         return True
-    for region in entry.regions:
-        posted = posted or board.look(region)
+    for key in entry.blocks:
+        posted = posted or board.look(key)
     if posted is not None:
         for each in [each for lane in tuple(mesh.lanes.values()) for each in lane.waits()]:
-            if each.regions == entry.regions:
+            if each.blocks == entry.blocks:
                 end(board, mesh, each, posted)
     return posted is not None
 
@@ -382,8 +382,8 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
         # The answer is the same for all calls of a mesh in the same blocks.
         checked: dict[object, bool] = {}
         for mesh, lane, entry in waiting:
-            if _still_waits(mesh, lane, entry) and (mesh, entry.regions) not in checked:
-                checked[mesh, entry.regions] = _heed(board, mesh, entry)
+            if _still_waits(mesh, lane, entry) and (mesh, entry.blocks) not in checked:
+                checked[mesh, entry.blocks] = _heed(board, mesh, entry)
         waiting[:] = [each for each in waiting if _still_waits(*each)]
         begin = [turns.begin(mesh, entry) for mesh, _, entry in waiting]
         asking = [

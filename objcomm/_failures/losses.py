@@ -129,8 +129,8 @@ def loss_in(
     # Once all have met, a peer may have sent data before this rank has its connections ready.
     patience = patience_seconds if mesh.session else 0.0
     found = loss_among(mesh, needs, awaited, patience)
-    if found is None and entry.regions:
-        inside = {each for key in entry.regions for each in blocks.get(nonce_of(key), ())}
+    if found is None and entry.blocks:
+        inside = {each for key in entry.blocks for each in blocks.get(nonce_of(key), ())}
         peers = [peer for peer, rank in enumerate(mesh.ranks) if rank in inside]
         found = loss_among(mesh, peers, patience_seconds=patience_seconds)
     return found

@@ -30,8 +30,8 @@ from objcomm._failures.verdict import (
     PROGRAM_ENDED,
     Cause,
     Verdict,
+    open_blocks,
     proposal_for,
-    regions,
 )
 from objcomm._observe.history import CallRecord
 from objcomm._observe.log import log
@@ -204,7 +204,7 @@ class Mesh:
         entry.caller = caller
         self.history.add_meeting(entry)
         self._meeting.watch(entry)
-        entry.regions = regions.get()
+        entry.blocks = open_blocks.get()
         entry.waiter = threading.get_ident()
         lane.begin(entry, deadline)
         # Warn early: most long waits here are due to a rank that never makes the call.
@@ -216,7 +216,7 @@ class Mesh:
             except RuntimeError:  # no thread could be started; the others must learn of it
                 self._connector.do_here(partial(self._meet, store, deadline))
             link = self.connections_for(operation)
-            self._raise_failures_of(entry.regions, operation, is_pair=lane.order is not None)
+            self._raise_failures_of(entry.blocks, operation, is_pair=lane.order is not None)
         except BaseException as error:
             is_told = isinstance(error, ObjcommError)
             if self.verdict is None and self.whole is None:

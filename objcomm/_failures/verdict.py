@@ -225,7 +225,7 @@ def proposal_for(error: BaseException, rank: int) -> Verdict:
 
 #: The store keys of the ``fail_together`` blocks around the current call. The first rank that
 #: fails in a block posts its verdict under that key.
-regions: ContextVar[tuple[str, ...]] = ContextVar("objcomm_regions", default=())
+open_blocks: ContextVar[tuple[str, ...]] = ContextVar("objcomm_open_blocks", default=())
 
 
 def nonce_of(block: str) -> str:

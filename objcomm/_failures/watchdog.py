@@ -315,7 +315,7 @@ class Watchdog(threading.Thread):
         self, mesh: Mesh, lane: Lane, entry: CallRecord, known: dict[object, bool]
     ) -> bool:
         """Do ``_is_call_stuck`` once for all calls of the same kind, perhaps a thousand."""
-        kind = lane, entry.header.operation, entry.is_confirmed, entry.awaits, entry.regions
+        kind = lane, entry.header.operation, entry.is_confirmed, entry.awaits, entry.blocks
         if kind not in known:
             known[kind] = self._is_call_stuck(mesh, lane, entry)
         return known[kind]
@@ -324,7 +324,7 @@ class Watchdog(threading.Thread):
         """End a mesh if the call needs a process that has ended; return whether it does."""
         verdict = None
         with logged("could not check whether a process has ended"):  # timeouts still work
-            meshes = self._all_meshes() if entry.regions else []
+            meshes = self._all_meshes() if entry.blocks else []
             blocks = {each.nonce: each.ranks for each in meshes}
             verdict = loss_in(mesh, lane, entry, blocks)
         if verdict is not None:

@@ -69,7 +69,7 @@ class CallRecord:
             question, when it was asked (monotonic), and how many checks have found no answer.
         suspicion: a possible deadlock, found once and still to be confirmed.
         has_expired: whether the watchdog has seen the timeout of this wait expire.
-        regions: the keys of the ``fail_together`` blocks around it.
+        blocks: the keys of the ``fail_together`` blocks around it.
         waiter: ident of the thread that is blocked until it ends; 0 if there is none.
         is_served: whether the message that it waits for is being transferred.
         caller: the call that this one is part of; None if there is none.
@@ -97,7 +97,7 @@ class CallRecord:
     unanswered: dict[int, tuple[int, float, int]] | None = None
     suspicion: tuple[int, Any] | None = None
     has_expired = False
-    regions: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
     waiter = 0
     is_served = False
     caller: "CallRecord | None" = None

@@ -34,7 +34,7 @@ from objcomm._config import (
     whole_number,
 )
 from objcomm._failures.mesh import Mesh
-from objcomm._failures.verdict import Cause, Verdict, regions
+from objcomm._failures.verdict import Cause, Verdict, open_blocks
 from objcomm._failures.watchdog import died_in, end_elsewhere, hurry
 from objcomm._observe.history import CallRecord, call_site
 from objcomm._observe.tracing import Span, begun, profiler
@@ -752,7 +752,7 @@ class Receive(P2PCall):
         polling caller waits too briefly for that, or not at all.
         """
         for _, mesh, _ in admitted[:1]:  # all have the same world
-            for key in regions.get():
+            for key in open_blocks.get():
                 verdict = mesh.board_thread.heard(key) or died_in(key)
                 if verdict is not None:
                     self._raise(verdict)
@@ -769,7 +769,7 @@ class Receive(P2PCall):
             RuntimeError: this process can start no more threads.
         """
         mailbox, entry = self._peers.mailbox, self.entry
-        entry.regions = blocks = regions.get()
+        entry.blocks = blocks = open_blocks.get()
         if blocks:
             self._heed(admitted)
         entry.withdraw = functools.partial(self._withdraw, request)

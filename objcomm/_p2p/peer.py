@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 from objcomm._config import FOREVER_SECONDS, process_settings, settings
 from objcomm._failures.losses import end_by_loss
 from objcomm._failures.mesh import PROOF_NBYTES, Mesh
-from objcomm._failures.verdict import FAREWELLS, Cause, Verdict, proposal_for, regions
+from objcomm._failures.verdict import FAREWELLS, Cause, Verdict, open_blocks, proposal_for
 from objcomm._failures.watchdog import expect
 from objcomm._p2p.mailbox import Arrived, Mailbox
 from objcomm._transport.link import Deadline, LinkError, head_tag
@@ -464,7 +464,7 @@ class _Arrivals:
         Raises:
             RuntimeError: this process can start no more threads; the next call tries again.
         """
-        self._thread.start(partial(self._attend, regions.get()))
+        self._thread.start(partial(self._attend, open_blocks.get()))
 
     def fail(self) -> None:
         """End whatever waits for the peer if the connection has ended."""
@@ -488,7 +488,7 @@ class _Arrivals:
             verdict = mesh.met_too_late(blocks)
             if verdict is not None:  # new messages are not for calls that wait in the block
                 for entry in lane.waits():
-                    if entry.withdraw is not None and set(blocks) & set(entry.regions):
+                    if entry.withdraw is not None and set(blocks) & set(entry.blocks):
                         entry.withdraw(verdict)
             if self._former is not None:
                 self._former.join()  # messages of the previous connection come first

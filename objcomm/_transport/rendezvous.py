@@ -138,7 +138,7 @@ class MeetingState:
         Raises:
             GivenUpError: the meeting was ended.
         """
-        blocks = {block for entry in self._entries for block in entry.regions}
+        blocks = {block for entry in self._entries for block in entry.blocks}
         if blocks and self.check_blocks is not None:
             self.check_blocks(blocks)
         if self.is_over:
