@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, Self, TypeVar, overload
 
 from objcomm._algorithms import routes
-from objcomm._calls.absence import acts_alone, around
+from objcomm._calls.exclusive_regions import acts_alone, open_regions
 from objcomm._calls.group import resolve, solo_group
 from objcomm._calls.watched import Watched
 from objcomm._calls.work import Work
@@ -302,7 +302,7 @@ class Call:
         self.decode, self.device, chosen = coding.decode, coding.device, coding.settings
         self._deadline = deadline = whole.deadline(called, timeout, chosen)
         self.ranks = whole.ranks
-        self._is_confined = bool(around.get()) and acts_alone(called, whole.ranks, whole.rank)
+        self._is_confined = bool(open_regions.get()) and acts_alone(called, whole.ranks, whole.rank)
         self._group = solo_group() if self._is_confined else whole
         self.rank, self.size = self._group.rank, self._group.size
         self.is_root = self.rank == root

@@ -20,8 +20,8 @@ from typing import Any, ClassVar, NoReturn, Self
 import torch
 
 from objcomm._algorithms.device import DevicePath, DevicePlace, stream_beside
-from objcomm._calls.absence import acts_alone
 from objcomm._calls.call import Coding
+from objcomm._calls.exclusive_regions import acts_alone
 from objcomm._calls.group import Group, resolve
 from objcomm._calls.watched import Watched
 from objcomm._calls.work import Envelope, Work

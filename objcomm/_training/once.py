@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any, ClassVar, Generic, ParamSpec, TypeVar, Unpack, overload
 
 from objcomm._algorithms import routes
-from objcomm._calls.absence import Region, acts_alone, inside, is_in_order
 from objcomm._calls.call import Call
+from objcomm._calls.exclusive_regions import Region, acts_alone, inside, is_in_order
 from objcomm._calls.group import Group, resolve
 from objcomm._collectives.broadcast import broadcast
 from objcomm._collectives.fail_together import failing_together

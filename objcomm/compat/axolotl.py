@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 import objcomm
-from objcomm._calls.absence import is_in_order
+from objcomm._calls.exclusive_regions import is_in_order
 from objcomm._calls.group import resolve
 from objcomm._environment import Placement, local_rank_in, placement_in
 from objcomm._observe.tracing import keep_eager

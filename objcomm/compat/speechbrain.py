@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 import torch
 
 from objcomm._bootstrap import init
-from objcomm._calls.absence import is_confined
+from objcomm._calls.exclusive_regions import is_confined
 from objcomm._calls.group import is_main, resolve
 from objcomm._collectives.broadcast import barrier
 from objcomm._collectives.reduction.reduce import all_reduce

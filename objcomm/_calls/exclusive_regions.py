@@ -1,4 +1,4 @@
-"""Regions: code that some ranks of a group run while the other ranks do not make any calls.
+"""Exclusive regions: code that some ranks of a group run while the others make no calls.
 
 A region knows the absent ranks, as global ranks, and decides what a call inside it does: the call
 acts locally, proceeds normally, or is refused because it would wait forever. This module knows
@@ -57,7 +57,7 @@ class Region(NamedTuple):
 
 #: The regions that this rank is in, outermost first. A new thread starts outside all regions,
 #: because its work is not part of the region in which it was created.
-around: ContextVar[tuple[Region, ...]] = ContextVar("objcomm_absence", default=())
+open_regions: ContextVar[tuple[Region, ...]] = ContextVar("objcomm_exclusive_regions", default=())
 
 
 class inside:  # noqa: N801  # used like a function, as those of contextlib
@@ -67,7 +67,7 @@ class inside:  # noqa: N801  # used like a function, as those of contextlib
         self._region = region
 
     def __enter__(self) -> None:
-        around.set((*around.get(), self._region))
+        open_regions.set((*open_regions.get(), self._region))
 
     def __exit__(
         self,
@@ -76,12 +76,12 @@ class inside:  # noqa: N801  # used like a function, as those of contextlib
         traceback: TracebackType | None,
     ) -> None:
         # Not by a token: generators may leave regions in any order, and in another context.
-        around.set(tuple(each for each in around.get() if each is not self._region))
+        open_regions.set(tuple(each for each in open_regions.get() if each is not self._region))
 
 
 def is_confined() -> bool:
     """Whether this rank is in a region whose calls act locally."""
-    return any(region.is_local for region in around.get())
+    return any(region.is_local for region in open_regions.get())
 
 
 def acts_alone(operation: str, ranks: Sequence[int], rank: int) -> bool:
@@ -95,7 +95,7 @@ def acts_alone(operation: str, ranks: Sequence[int], rank: int) -> bool:
     Raises:
         UsageError: the call would wait for ranks that do not make calls meanwhile.
     """
-    for region in reversed(around.get()):
+    for region in reversed(open_regions.get()):
         missing = region.absent.intersection(ranks)
         # Also in a world of one, so that only the outermost region reports a failure.
         if (missing or len(ranks) == 1) and region.is_local and operation in _LOCAL:
@@ -118,7 +118,7 @@ def is_in_order(operation: str, ranks: Sequence[int], rank: int, first: int = 0)
         UsageError: as for ``acts_alone``.
     """
     main = ranks[first]
-    for region in reversed(around.get()):
+    for region in reversed(open_regions.get()):
         missing = region.absent.intersection(ranks)
         if len(ranks) == 1:
             return True
