@@ -49,7 +49,7 @@ _SHOWN = {  # texts whose gaps hold more than names
     "unlike … it …; missing='skip' averages what there is": "unlike rank 0 it lacks 'loss'",
 }
 _REASONS = {  # the error that a reason is for, by the module that gives it
-    "objcomm/_failures/audit.py": "DesyncError",
+    "objcomm/_failures/unmatched_calls.py": "DesyncError",
     "objcomm/_failures/": "TransportError",
     "objcomm/_transport/": "TransportError",
 }

@@ -14,7 +14,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from objcomm._failures import audit
+from objcomm._failures import unmatched_calls
 from objcomm._failures.losses import end_unconnected
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.noticeboard import Board, StoreSilentError
@@ -175,10 +175,12 @@ class Channel:
         if mesh is None or sys.exc_info()[1] is not None:  # report only that exception
             return
         with logged("could not check whether all ranks made the same calls"):
-            comparison = audit.comparison(mesh)
+            comparison = unmatched_calls.comparison(mesh)
             if comparison is not None:
-                mesh.board_thread.submit(functools.partial(audit.compare, [comparison]))
-            audit.retire(mesh, DESTROYED)
+                mesh.board_thread.submit(
+                    functools.partial(unmatched_calls.publish_and_compare, [comparison])
+                )
+            unmatched_calls.close_and_check(mesh, DESTROYED)
 
     @property
     def is_broken(self) -> bool:

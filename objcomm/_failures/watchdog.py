@@ -36,7 +36,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from objcomm._config import settings
-from objcomm._failures import audit, inquiry
+from objcomm._failures import inquiry, unmatched_calls
 from objcomm._failures.deadlock import WaitSnapshot
 from objcomm._failures.inquiry import Waiting, investigate, wait_snapshot
 from objcomm._failures.losses import (
@@ -106,7 +106,7 @@ class Watchdog(threading.Thread):
         self._missed: weakref.WeakSet[Mesh] = weakref.WeakSet()
         # Meshes on which ranks made different calls. The value is False once that is logged or
         # raised.
-        self._is_contradicted = weakref.WeakKeyDictionary[Mesh, bool]()
+        self._has_mismatch = weakref.WeakKeyDictionary[Mesh, bool]()
         self._expiring = weakref.WeakKeyDictionary[BoardThread, deque[Waiting]]()
         self._looked_at = 0.0
         self._looks = 0
@@ -297,17 +297,17 @@ class Watchdog(threading.Thread):
         A rank that only sends would not learn of it otherwise, because it never waits. A call in
         progress may raise the error, so it is logged only if none does.
         """
-        if mesh.verdict is None and mesh not in self._is_contradicted:
-            found = audit.contradiction(mesh)
+        if mesh.verdict is None and mesh not in self._has_mismatch:
+            found = unmatched_calls.mismatch_in_unread(mesh)
             if found is None:
                 return
             lane, verdict = found
-            self._is_contradicted[mesh] = True
+            self._has_mismatch[mesh] = True
             self._end(mesh, verdict, lane)
         lanes = tuple(mesh.lanes.values())
         is_quiet = not any(lane.begun_at or lane.is_busy for lane in lanes)
-        if self._is_contradicted.get(mesh) and mesh.verdict is not None and is_quiet:
-            self._is_contradicted[mesh] = False
+        if self._has_mismatch.get(mesh) and mesh.verdict is not None and is_quiet:
+            self._has_mismatch[mesh] = False
             if mesh.is_owed:
                 log.error("group %r: %s", mesh.name, mesh.verdict.error(""), extra=mesh.labels)
 
@@ -460,15 +460,18 @@ class Watchdog(threading.Thread):
             left_by: how this rank leaves, and at which line.
             failure: the error that makes it leave, if any; then it only publishes its calls.
         """
-        comparisons = defaultdict[BoardThread, list[audit.Comparison]](list)
+        comparisons = defaultdict[BoardThread, list[unmatched_calls.Comparison]](list)
         for mesh in self._all_meshes():
             with logged("could not check whether all ranks made the same calls"):
-                found = audit.comparison(mesh, left_by, failure)
+                found = unmatched_calls.comparison(mesh, left_by, failure)
                 if found is not None:
                     comparisons[mesh.board_thread].append(found)
         for board_thread, each in comparisons.items():
             with contextlib.suppress(StoreSilentError):
-                board_thread.call(functools.partial(audit.compare, each), _COMPARISON_SECONDS)
+                board_thread.call(
+                    functools.partial(unmatched_calls.publish_and_compare, each),
+                    _COMPARISON_SECONDS,
+                )
 
     def close(self) -> None:
         """Shut down objcomm's threads and connections at the end of the program.
@@ -494,8 +497,8 @@ class Watchdog(threading.Thread):
         if has_ended_well:
             for mesh in self._all_meshes():
                 with logged("could not check whether all ranks made the same calls"):
-                    audit.retire(mesh, PROGRAM_ENDED)
-            error = audit.taken()
+                    unmatched_calls.close_and_check(mesh, PROGRAM_ENDED)
+            error = unmatched_calls.take_mismatch()
             if error is not None:
                 end_badly(error)
 
@@ -597,7 +600,7 @@ def audited(left_by: str) -> Iterator[None]:
     _watchdogs.compare_calls(left_by, f"it left after {brief_text_of(failure)}" if failure else "")
     is_failing, failure = failure is not None, None  # keeping it would keep its frames alive
     yield
-    error = audit.taken()
+    error = unmatched_calls.take_mismatch()
     if error is not None and not is_failing:
         raise error
 

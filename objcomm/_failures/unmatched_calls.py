@@ -41,12 +41,12 @@ _UNMADE = "one rank made a call that another never made"
 _MOST_LISTED = 64
 
 #: Mismatches found at the end of a mesh that have not been raised yet, by the mesh's nonce.
-_found: dict[str, DesyncError] = {}
+_mismatches: dict[str, DesyncError] = {}
 
 _compared: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
-def contradiction(mesh: Mesh) -> tuple[Lane, Verdict] | None:
+def mismatch_in_unread(mesh: Mesh) -> tuple[Lane, Verdict] | None:
     """Return a verdict if an unread message belongs to a call that this rank made differently.
 
     Costs nothing if no message is unread. A rank that is ahead does not contradict anything.
@@ -64,7 +64,7 @@ def contradiction(mesh: Mesh) -> tuple[Lane, Verdict] | None:
     return None
 
 
-def retire(mesh: Mesh, reason: str) -> None:
+def close_and_check(mesh: Mesh, reason: str) -> None:
     """Close connections that are no longer needed, and record messages that no call received.
 
     Later messages are refused, so their senders raise. No message can slip between the check and
@@ -81,8 +81,8 @@ def retire(mesh: Mesh, reason: str) -> None:
         link.refuse()
         left = Verdict.of(Cause.LEFT, ranks=(mesh.rank,), reason=reason, is_store_silent=True)
         mesh.stop(left)
-        contradicted = contradiction(mesh)
-        found = contradicted[1] if contradicted else _unmade(mesh)
+        mismatch = mismatch_in_unread(mesh)
+        found = mismatch[1] if mismatch else _unmade(mesh)
     else:
         found = mesh.verdict
     if found is not None and found.cause is Cause.DESYNC and _is_owed(mesh):
@@ -108,7 +108,7 @@ class Comparison(NamedTuple):
 
 
 def comparison(mesh: Mesh, left_by: str = "", failure: str = "") -> Comparison | None:
-    """Return the input of ``compare``; None if there is nothing to compare, or it was done before.
+    """Return what ``publish_and_compare`` compares; None if there is nothing, or it has done so.
 
     Args:
         mesh: the mesh over which the calls were made.
@@ -124,7 +124,7 @@ def comparison(mesh: Mesh, left_by: str = "", failure: str = "") -> Comparison |
     return Comparison(mesh, mine, bool(link.closed()))
 
 
-def compare(comparisons: Sequence[Comparison], board: Board) -> None:
+def publish_and_compare(comparisons: Sequence[Comparison], board: Board) -> None:
     """Publish this rank's calls and compare them with those of ranks that left before it.
 
     The lowest rank compares itself with all others, and every other rank with the lowest. Each rank
@@ -176,10 +176,10 @@ def difference(mine: GroupCalls, theirs: GroupCalls) -> Verdict | None:
     return None
 
 
-def taken() -> DesyncError | None:
+def take_mismatch() -> DesyncError | None:
     """Remove and return a recorded mismatch, for the caller to raise; None if all calls matched."""
-    errors = list(_found.values())
-    _found.clear()
+    errors = list(_mismatches.values())
+    _mismatches.clear()
     return errors[0] if errors else None
 
 
@@ -190,9 +190,9 @@ def _unused(calls: GroupCalls, number: int) -> LaneCalls:
 
 def _note(mesh: Mesh, found: Verdict) -> None:
     error = found.error("")
-    if not isinstance(error, DesyncError) or mesh.nonce in _found:
+    if not isinstance(error, DesyncError) or mesh.nonce in _mismatches:
         return
-    _found[mesh.nonce] = error
+    _mismatches[mesh.nonce] = error
     if threading.main_thread().is_alive():  # otherwise the program is ending and reports it itself
         log.error("group %r: %s", mesh.name, error, extra=mesh.labels)
 
