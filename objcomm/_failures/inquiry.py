@@ -239,12 +239,13 @@ def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]
         if not entry.first_asked:
             entry.first_asked, entry.first_asked_at = asked, time.monotonic()
         if not (
-            _heed(board, mesh, entry) or losses.is_lost(board, (mesh, lane, entry), meshes, asked)
+            _end_if_verdict_posted(board, mesh, entry)
+            or losses.is_lost(board, (mesh, lane, entry), meshes, asked)
         ):
             _look_for_conflict(board, mine, meshes, (mesh, lane, entry))
 
 
-def _heed(board: Board, mesh: Mesh, entry: CallRecord) -> bool:
+def _end_if_verdict_posted(board: Board, mesh: Mesh, entry: CallRecord) -> bool:
     """End a call if a verdict is posted for its mesh or for a block around it; return whether.
 
     If a block has failed, all waiting calls of the mesh in the same blocks end: each is withdrawn
@@ -383,7 +384,7 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
         checked: dict[object, bool] = {}
         for mesh, lane, entry in waiting:
             if _still_waits(mesh, lane, entry) and (mesh, entry.blocks) not in checked:
-                checked[mesh, entry.blocks] = _heed(board, mesh, entry)
+                checked[mesh, entry.blocks] = _end_if_verdict_posted(board, mesh, entry)
         waiting[:] = [each for each in waiting if _still_waits(*each)]
         begin = [turns.begin(mesh, entry) for mesh, _, entry in waiting]
         asking = [

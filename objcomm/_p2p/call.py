@@ -734,7 +734,7 @@ class Receive(P2PCall):
         try:
             if mailbox.poll(request) is None:
                 admitted = self._admitted()
-                self._heed(admitted)
+                self._raise_known_failure(admitted)
                 for pair, mesh, _ in admitted:
                     pair.listen(mesh)
                     if mesh.link is not None:
@@ -745,7 +745,7 @@ class Receive(P2PCall):
             raise
         return request.arrival
 
-    def _heed(self, admitted: Sequence[tuple[Pair, Mesh, Lane]]) -> None:
+    def _raise_known_failure(self, admitted: Sequence[tuple[Pair, Mesh, Lane]]) -> None:
         """Raise the verdict if a block around this call has failed, or one of its ranks has died.
 
         Only failures that are already known count. The watchdog reports them to calls that wait. A
@@ -771,7 +771,7 @@ class Receive(P2PCall):
         mailbox, entry = self._peers.mailbox, self.entry
         entry.blocks = blocks = open_blocks.get()
         if blocks:
-            self._heed(admitted)
+            self._raise_known_failure(admitted)
         entry.withdraw = functools.partial(self._withdraw, request)
         entry.unmatched = functools.partial(mailbox.unmatched, request)
         self._lanes = [lane for _, _, lane in admitted]

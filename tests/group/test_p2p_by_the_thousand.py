@@ -232,20 +232,20 @@ def test_a_block_that_fails_elsewhere_ends_all_of_its_receives() -> None:
             wait_until(lambda: all(work.done() for work in works), "the end of all")
             say("rank 0 has heard")
 
-    def heeded(*given: Any) -> bool:
-        are_told.append(heed(*given))
-        return are_told[-1]
+    def counted(*given: Any) -> bool:
+        are_ended.append(look(*given))
+        return are_ended[-1]
 
-    heed, are_told = inquiry._heed, list[bool]()  # noqa: SLF001  # nothing public counts its looks
+    look, are_ended = inquiry._end_if_verdict_posted, list[bool]()  # noqa: SLF001  # nothing public counts its looks
     assert_pair_works()
     with (
-        mock.patch.object(inquiry, "_heed", heeded),
+        mock.patch.object(inquiry, "_end_if_verdict_posted", counted),
         pytest.raises(CollectiveError, match="of the last rank"),
         objcomm.fail_together(),
     ):
         fail_or_wait()
     # One look ends all hundred; on a busy machine the next may come before they have ended.
-    assert sum(are_told) < len(works) / 2 or not works
+    assert sum(are_ended) < len(works) / 2 or not works
     for work in works:
         assert "of the last" in str(error_in(CollectiveError, partial(work.wait, PATIENCE_S)))
     assert_pair_works()
