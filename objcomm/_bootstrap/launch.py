@@ -317,8 +317,8 @@ class _Job:
             return 2, 0
         if not path.exists():
             return 0, 0
-        is_heard, _ = json.loads(path.read_text(encoding="utf-8"))
-        return int(is_heard), path.stat().st_mtime_ns
+        is_caused_elsewhere, _ = json.loads(path.read_text(encoding="utf-8"))
+        return int(is_caused_elsewhere), path.stat().st_mtime_ns
 
     def _result(self, rank: int) -> object:
         ended = self.failed.get(rank)

@@ -36,7 +36,10 @@ def main() -> int:
         except BaseException as error:  # noqa: BLE001  # all are reported
             failure = failure_of(error, rank)
             summary = (failure.type_name, failure.message, failure.traceback)
-            _leave(folder / f"failure{rank}", json.dumps((is_heard(error), summary)).encode())
+            _leave(
+                folder / f"failure{rank}",
+                json.dumps((is_caused_elsewhere(error), summary)).encode(),
+            )
             # After its own failure is reported, because ranks that wait for this one now fail too.
             # In the handler, because then calls are not compared: this rank made fewer of them.
             shutdown()
@@ -48,7 +51,7 @@ def main() -> int:
             faulthandler.unregister(signal.SIGUSR1)
 
 
-def is_heard(error: BaseException) -> bool:
+def is_caused_elsewhere(error: BaseException) -> bool:
     """Whether a failure was caused by another rank's, and so can't be the first.
 
     A timeout is this rank's own failure, because the other ranks may only be slow.

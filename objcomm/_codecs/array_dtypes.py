@@ -60,12 +60,12 @@ def _name_of_usual(kind: type) -> Any:
 def _name(dtype: "np.dtype[Any]") -> Any:
     if not (dtype.hasobject or dtype.subdtype or dtype.metadata):
         name = dtype.str if dtype.names is None else _lists(dtype.descr)
-        if _is_told(name, dtype):
+        if _is_round_trip_exact(name, dtype):
             return name
     raise TypeError(f"an array of {dtype} is not plain data; use codec='pickle'")
 
 
-def _is_told(name: Any, dtype: "np.dtype[Any]") -> bool:
+def _is_round_trip_exact(name: Any, dtype: "np.dtype[Any]") -> bool:
     """Return whether ``array_dtype_named`` rebuilds exactly this dtype from the name.
 
     Equal dtypes may have different item types, so their text must be equal, too.

@@ -96,14 +96,14 @@ class Deadlock(NamedTuple):
     Attributes:
         reason: what differs.
         found: rank, lane state and call of each.
-        is_told: whether one of the ranks has confirmed the deadlock and raised.
+        is_published: whether another rank has confirmed and published it, and has raised.
         known_seconds: how long the publishing process had known it when it published.
         known_since: since when it knew it, by that process's clock.
     """
 
     reason: str
     found: tuple[tuple[int, LaneWait, Step], ...]
-    is_told: bool = False
+    is_published: bool = False
     known_seconds: float = 0.0
     known_since: float = 0.0
 
@@ -226,7 +226,7 @@ def find_deadlock(  # noqa: PLR0911  # each step of the search may end it
             (deadlock for deadlock in theirs.deadlocks if deadlock.holds(rank, start)), None
         )
         if published is not None:
-            return published._replace(is_told=True)
+            return published._replace(is_published=True)
         their_lane = theirs.lane(lane.group, lane.number)
         if their_lane is not None and _is_of_one_mesh(lane, their_lane, theirs):
             differing = _first_difference(lane, their_lane)

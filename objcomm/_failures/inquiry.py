@@ -280,7 +280,7 @@ def _look_for_conflict(
         (rank, *state[:3], state.since, step.sequence) for rank, state, step in conflict.found
     ]
     is_sure = conflict is not None and (
-        conflict.is_told or conflict.is_of_one_lane or suspected == calls
+        conflict.is_published or conflict.is_of_one_lane or suspected == calls
     )
     entry.suspicion = (mine.asked, calls) if calls else None
     if conflict is not None and is_sure and lane.has_waiting(entry):
@@ -509,8 +509,8 @@ def report(
     answered.set()
     for mesh, lane, entry in waiting:
         known = _known(mesh, answers)
-        is_told = _is_reported_by_another(mesh, lane, entry, known)
-        if mesh.verdict is None and lane.has_waiting(entry) and not is_told:
+        is_reported = _is_reported_by_another(mesh, lane, entry, known)
+        if mesh.verdict is None and lane.has_waiting(entry) and not is_reported:
             _warn(mesh, entry, timeout_verdict(mesh, lane, entry, known))
 
 

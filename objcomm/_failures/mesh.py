@@ -218,14 +218,14 @@ class Mesh:
             link = self.connections_for(operation)
             self._raise_failures_of(entry.blocks, operation, is_pair=lane.order is not None)
         except BaseException as error:
-            is_told = isinstance(error, ObjcommError)
+            raises_verdict = isinstance(error, ObjcommError)
             if self.verdict is None and self.whole is None:
                 # For example after Ctrl-C: otherwise the others would connect to a rank that is no
                 # longer in their call. In a pair, the peer has sent nothing yet, and this rank may
                 # try again.
                 own = proposal_for(error, self.rank)
-                is_told = self.settle(own).name == own.name
-            if is_told and self.verdict is not None:
+                raises_verdict = self.settle(own).name == own.name
+            if raises_verdict and self.verdict is not None:
                 self.mark_raised(lane.owner)
             # Wait until the connector has posted the parting verdict, which is not for the ranks of
             # a later call.

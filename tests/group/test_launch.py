@@ -234,7 +234,7 @@ def test_who_has_told_and_is_slow_to_end_comes_before_who_is_ended(
     ],
 )
 def test_what_may_be_a_cause(error: BaseException) -> None:
-    assert not worker.is_heard(error)
+    assert not worker.is_caused_elsewhere(error)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_what_may_be_a_cause(error: BaseException) -> None:
     ],
 )
 def test_what_a_rank_heard_of_others_is_no_cause(error: BaseException) -> None:
-    assert worker.is_heard(error)
+    assert worker.is_caused_elsewhere(error)
 
 
 @pytest.mark.long

@@ -100,13 +100,13 @@ def test_a_circle_is_known_from_who_has_left_it() -> None:
     }
     told = conflict_of(ranks)
     assert told is not None
-    assert not told.is_told
+    assert not told.is_published
     left = WaitSnapshot(2, MAIN, (lane("a", step(0)),), (told,))
     for rank in (1, 2):
         known = {each: WaitSnapshot(2, MAIN, tuple(lanes)) for each, lanes in ranks.items()}
         known[0] = left
         found = find_deadlock(rank, known[rank], ranks[rank][0], known.get)
-        assert found == told._replace(is_told=True)
+        assert found == told._replace(is_published=True)
     later = ranks[2][0]._replace(since=8.0)  # a later wait on the same lane
     assert find_deadlock(2, WaitSnapshot(2, MAIN, (later,)), later, {0: left}.get) is None
 

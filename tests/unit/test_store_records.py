@@ -55,7 +55,7 @@ WHEREABOUTS = WaitSnapshot(
         STATE,
         LaneWait("dp", "", 5, 2, 2, 0, 3, None, -1, 0.0, 0.0, (Step(0, 7, -1, 0, "\udce9.py:2"),)),
     ),
-    (Deadlock("each waits for another", ((3, STATE, CALL), (4, STATE, CALL)), is_told=True),),
+    (Deadlock("each waits for another", ((3, STATE, CALL), (4, STATE, CALL)), is_published=True),),
     is_single=True,
     running=(Running(1, "\udce9.py:2", "load", 0.5),),
 )
