@@ -222,7 +222,7 @@ class Transfers:
         """Signal to ``peer`` that this rank accepts the data that follows."""
         self._send(empty(1), peer, self._receipt_tag, None)
 
-    def tell(self, raw: bytes, peer: int, tag: int) -> None:
+    def send_raw(self, raw: bytes, peer: int, tag: int) -> None:
         """Start sending a few bytes that are not part of a message."""
         self._send(torch.frombuffer(bytearray(raw), dtype=torch.uint8), peer, tag, None)
 

@@ -130,7 +130,7 @@ class _Block:
         # No token: generators leave blocks in any order, and in other contexts.
         open_blocks.set(tuple(each for each in open_blocks.get() if each != self._key))
 
-    def _tell(self, verdict: Verdict) -> Verdict:
+    def _post_failure(self, verdict: Verdict) -> Verdict:
         """Report this rank's failure to all ranks in the block; return the error all will raise."""
         mesh = self._group.mesh
         return verdict if mesh is None else mesh.fail(self._key, verdict)
@@ -191,7 +191,7 @@ class _Block:
             return
         if self._group.is_broken:
             return  # the other ranks know what broke it
-        verdict = self._tell(
+        verdict = self._post_failure(
             Verdict.of(Cause.FAILED, failures=(failure,), operation=self._called, block=self._key)
         )
         self._end_groups(verdict)

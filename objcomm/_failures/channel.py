@@ -333,7 +333,7 @@ def say_farewell(channels: Iterable[Channel]) -> None:
         if mesh is not None and mesh.verdict is None:
             verdicts[mesh] = mesh.destroyed()
 
-    def tell(board: Board) -> None:
+    def post(board: Board) -> None:
         for mesh, verdict in verdicts.items():
             if mesh.link is not None and mesh.verdict is None:
                 mesh.stop(board.propose(mesh.nonce, verdict), board)
@@ -341,7 +341,7 @@ def say_farewell(channels: Iterable[Channel]) -> None:
     # One job for all: if the world is gone as well, the board's thread runs no second job.
     for board_thread in {mesh.board_thread for mesh in verdicts}:
         with contextlib.suppress(StoreSilentError):
-            board_thread.call(tell, FAREWELL_SECONDS)  # another job may keep it busy for 1.2 s
+            board_thread.call(post, FAREWELL_SECONDS)  # another job may keep it busy for 1.2 s
     for mesh, verdict in verdicts.items():
         mesh.stop(verdict._replace(is_store_silent=True))
 

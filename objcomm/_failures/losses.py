@@ -433,11 +433,11 @@ def end_unconnected(mesh: Mesh, error: BaseException) -> None:
 def _end_by_deaths(mesh: Mesh, died: Mapping[int, str]) -> None:
     """End a mesh because of deaths that the kernel reported, and publish them for other hosts."""
 
-    def tell(board: Board) -> None:
+    def publish(board: Board) -> None:
         for peer, reason in died.items():
             board.publish_end(mesh.ranks[peer], reason)
 
-    mesh.board_thread.submit(tell)
+    mesh.board_thread.submit(publish)
     reason = next(iter(died.values()))
     mesh.settle(Verdict.of(Cause.LOST, ranks=tuple(died), reason=reason, is_final=True))
 

@@ -234,7 +234,7 @@ class P2PCall:
     def _say(self, of: Operation, exchange: Watched) -> None:
         """Begin to send the other rank an answer about a message."""
         header = exchange.header
-        exchange.tell(answer(exchange.mesh, of, header.sequence), header.root, ANSWER_TAG)
+        exchange.send_raw(answer(exchange.mesh, of, header.sequence), header.root, ANSWER_TAG)
 
 
 def _numbered(header: Header, mesh: Mesh, lane: Lane, sequence: int) -> Header:
@@ -959,7 +959,7 @@ class HeldReceive(Receive):
 
     def _meet(self, request: RecvRequest) -> bool:
         request.arrival = self.arrival
-        if not request.tell():
+        if not request.notify():
             self._peers.mailbox.give_back(self.arrival)
         return True
 

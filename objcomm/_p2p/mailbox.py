@@ -130,7 +130,7 @@ class RecvRequest:
         """Return whether it accepts any sender, and ``peer`` could still send when it was added."""
         return self.src is None and (self.among is None or peer in self.among)
 
-    def tell(self) -> bool:
+    def notify(self) -> bool:
         """Call ``on_end``, once; return whether a message can be taken."""
         on_end, self.on_end = self.on_end, None  # it may hold this request
         return on_end is None or on_end() is not False
@@ -291,7 +291,7 @@ class Mailbox:
         if self._refused:
             self._prompt()
         if is_met:
-            self._tell(request)
+            self._notify(request)
         return is_met
 
     def ask(self, request: RecvRequest) -> None:
@@ -306,7 +306,7 @@ class Mailbox:
         if self._refused:
             self._prompt()
         if is_over:
-            self._tell(request)
+            self._notify(request)
 
     def has_room(self, peer: int) -> bool:
         """Return whether another message of ``peer`` may come; if not, it is prompted once it may.
@@ -336,8 +336,8 @@ class Mailbox:
         request.arrival = found
         return found is not None
 
-    def _tell(self, request: RecvRequest) -> None:
-        if not request.tell() and request.arrival is not None:
+    def _notify(self, request: RecvRequest) -> None:
+        if not request.notify() and request.arrival is not None:
             self.give_back(request.arrival)
 
     def deliver(self, arrival: Arrived) -> None:
@@ -345,11 +345,11 @@ class Mailbox:
         if self._dropped:
             self._give_back_dropped()
         arrival.number = next(self._numbers)
-        self._tell_of(arrival, self._served(arrival))
+        self._notify_all(arrival, self._served(arrival))
 
     def give_back(self, arrival: Arrived) -> None:
         """Give a message to a waiting request, or keep it ahead of all that arrived later."""
-        self._tell_of(arrival, self._served(arrival))
+        self._notify_all(arrival, self._served(arrival))
 
     def drop(self, arrival: Arrived) -> None:
         """Give a message back from a destructor, which may have interrupted any step here.
@@ -368,14 +368,14 @@ class Mailbox:
                 dropped.append(self._dropped.popleft())
             messages = [(each, self._served(each)) for each in sorted(dropped, key=_number)]
         for arrival, served in messages:
-            self._tell_of(arrival, served)
+            self._notify_all(arrival, served)
 
-    def _tell_of(self, arrival: Arrived, served: list[RecvRequest]) -> None:
+    def _notify_all(self, arrival: Arrived, served: list[RecvRequest]) -> None:
         """Report a message to the requests that got it; if none can take it, serve the next."""
         while served:
             is_taken = True
             for request in served:
-                is_taken &= request.tell()
+                is_taken &= request.notify()
             served = [] if is_taken else self._served(arrival)
 
     def _served(self, arrival: Arrived) -> list[RecvRequest]:
@@ -411,7 +411,7 @@ class Mailbox:
             if request.arrival is None and request.verdict is None:
                 request.verdict = verdict
         if is_waiting:
-            request.tell()
+            request.notify()
 
     def take_back(self, request: RecvRequest) -> bool:
         """Take a request back if it is still waiting; return whether it was."""
@@ -464,7 +464,7 @@ class Mailbox:
                 self._remove(request)
                 request.verdict = verdict
         for request in ended:
-            request.tell()
+            request.notify()
 
     def _is_full(self, peer: int) -> bool:
         if self._kept_nbytes.get(peer, 0) <= _KEPT_MAX_NBYTES or peer in self._credited:

@@ -67,9 +67,9 @@ def begin(*, is_first: bool, has_report: bool) -> None:
     replacing.check_calls(is_on=os.environ.get("OBJCOMM_CHECK") != "0")
     if is_first and rank() == 0:
         if dist.is_available():
-            _tell(f"objcomm {objcomm.__version__} in place of torch's {', '.join(NAMES)}")
+            _print_lines(f"objcomm {objcomm.__version__} in place of torch's {', '.join(NAMES)}")
         else:
-            _tell("nothing is replaced: this torch has no distributed")
+            _print_lines("nothing is replaced: this torch has no distributed")
     if has_report:
         reporting = Report()
         recorder.listeners.append(reporting.add)
@@ -78,7 +78,7 @@ def begin(*, is_first: bool, has_report: bool) -> None:
         atexit.register(reporting.end, is_asked=is_first)
 
 
-def _tell(*lines: str) -> None:
+def _print_lines(*lines: str) -> None:
     text = "".join(f"objcomm.run: {line}\n" for line in lines)
     # A closed standard error must not end the program.
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -195,7 +195,7 @@ class Report:
             is_asked: whether to report it if there were no calls.
         """
         self.exchange()
-        _tell(*self._lines_of_report(is_asked=is_asked))
+        _print_lines(*self._lines_of_report(is_asked=is_asked))
 
     def _lines_of_report(self, *, is_asked: bool) -> list[str]:
         """Return the lines to print; none on other ranks than 0, and none in a forked process."""

@@ -144,7 +144,7 @@ def test_what_was_given_before_an_interrupt_and_told_to_nobody_is_given_back(
     first, second = reversed(steps) if is_here_before else steps
     first()
     with monkeypatch.context() as patch:
-        patch.setattr(RecvRequest, "tell", interrupted)
+        patch.setattr(RecvRequest, "notify", interrupted)
         with pytest.raises(KeyboardInterrupt):
             second()
     box.cancel(asked.request)

@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
     try:
         return max(launch(check, arguments.nproc, options, joined=False, timeout=limit))
     except LaunchError as error:
-        _tell(str(error))
+        _print_line(str(error))
         return 1
 
 
@@ -136,7 +136,7 @@ def _conclude(evidence: Evidence, own: Report, options: Options) -> int:
     if own.rank != 0:
         name = "a process without a rank" if own.rank == UNKNOWN else f"rank {own.rank}"
         head = f"{name} (pid {own.pid} on {own.host}) has not met rank 0"
-        _tell("\n".join([head, *conclusions(found)]))
+        _print_line("\n".join([head, *conclusions(found)]))
         return status(found)
     show(report(evidence, found))
     try:
@@ -145,9 +145,9 @@ def _conclude(evidence: Evidence, own: Report, options: Options) -> int:
         if options.png is not None and evidence.links:
             draw(evidence, options.png)
         elif options.png is not None:
-            _tell(f"no links were measured, so there is no {options.png}")
+            _print_line(f"no links were measured, so there is no {options.png}")
     except (MissingDependencyError, OSError, ValueError) as error:
-        _tell(text_of(error))
+        _print_line(text_of(error))
     return status(found)
 
 
@@ -162,7 +162,7 @@ def _leave_for_torchrun(text: str) -> None:
             Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
 
 
-def _tell(text: str) -> None:
+def _print_line(text: str) -> None:
     sys.stderr.write(f"objcomm doctor: {text}\n")  # in one call, because other ranks write too
     sys.stderr.flush()
 
@@ -212,7 +212,7 @@ class _Job:
                 break
             if time.monotonic() > quiet_until:
                 quiet_until = deadline
-                _tell(f"waiting up to {left:.0f} s more for {ranks_text(missing)}")
+                _print_line(f"waiting up to {left:.0f} s more for {ranks_text(missing)}")
             time.sleep(_PAUSE_SECONDS)
         time.sleep(_SETTLE_SECONDS)
         return self._board.arrivals()
