@@ -20,7 +20,7 @@ _GATHERED_FIRST = frozenset({Operation.BARRIER, Operation.ALL_GATHER})
 
 # If a deadlock was found up to this long ago, other waits on its groups are assumed to be about to
 # end. Threads that were a second late have been observed.
-_HEARD_WITHIN_SECONDS = 5.0
+_ENDING_WITHIN_SECONDS = 5.0
 
 
 class Step(NamedTuple):
@@ -137,7 +137,7 @@ class Deadlock(NamedTuple):
         deadlock, its own clock decides. Otherwise only the durations can be compared, and
         processes publish them at different moments.
         """
-        is_recent = self.known_seconds <= min(wait.seconds, _HEARD_WITHIN_SECONDS)
+        is_recent = self.known_seconds <= min(wait.seconds, _ENDING_WITHIN_SECONDS)
         is_beside = any(wait.group == state.group for _, state, _ in self.found)
         return is_recent and is_beside and not self._is_before(rank, wait, there)
 

@@ -300,7 +300,7 @@ def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
 
     def look(board: Board) -> Verdict | None:
         board.learn(mesh.ranks[peer] for peer in mesh.others)  # any of them may have left
-        return mesh.heard or board.look(mesh.nonce)
+        return mesh.polled_verdict or board.look(mesh.nonce)
 
     link = mesh.link
     if mesh.verdict is not None or link is None:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 _REPORT_SECONDS = 5.0
 # Long enough for the others' verdict: a waiting rank raises within 2 s of a death.
-_LISTENS_SECONDS = 5.0
+_POLL_SECONDS = 5.0
 # Encoding of a rank in a farewell.
 _RANK = Struct("<I")
 #: Length of the authentication code that ``Mesh.proof`` returns.
@@ -85,7 +85,7 @@ class Mesh:
         blocks: the keys of the ``fail_together`` blocks that this rank is in.
         is_closed: whether its connections were closed after the verdict.
         died: the verdict for callers that poll in one of these blocks after a rank has died.
-        heard: the verdict that others have posted while this rank did not wait for them.
+        polled_verdict: the verdict that others have posted while this rank did not wait for them.
         at_end: called when the connections are closed; each ends other connections of the ranks.
     """
 
@@ -121,9 +121,9 @@ class Mesh:
         self.failed_meeting = ""
         self.blocks: set[str] = set()
         self.died: Verdict | None = None
-        self.heard: Verdict | None = None
+        self.polled_verdict: Verdict | None = None
         self.at_end: list[Callable[[], object]] = []
-        self._listens_until = 0.0
+        self._polls_until = 0.0
         self.posted_verdict: Verdict | None = None
         self._secret: bytes | None = None  # derived from the user's key
         self._reported = history.refused[0]
@@ -381,14 +381,14 @@ class Mesh:
         if self.verdict is None:
             self._end_unconnected(self, error)
 
-    def listen(self, now: float) -> None:
+    def poll_for_verdict(self, now: float) -> None:
         """Ask the store for a verdict for some seconds after this rank has lost a connection.
 
         A rank that computes does not ask otherwise, and the store may be gone by its next call.
         """
-        self._listens_until = self._listens_until or now + _LISTENS_SECONDS
-        if self.heard is None and now < self._listens_until:
-            self.board_thread.submit(partial(_hear, weakref.ref(self)))
+        self._polls_until = self._polls_until or now + _POLL_SECONDS
+        if self.polled_verdict is None and now < self._polls_until:
+            self.board_thread.submit(partial(_poll_verdict, weakref.ref(self)))
 
     def report_refusals(self) -> None:
         """Log refused connections, at every doubling of their number.
@@ -484,7 +484,7 @@ class Mesh:
         try:
             return self.board_thread.call(post, seconds)
         except StoreSilentError:
-            return self.heard or proposal._replace(is_store_silent=True)
+            return self.polled_verdict or proposal._replace(is_store_silent=True)
 
     def failed(self, key: str) -> Verdict | None:
         """Return the verdict posted for the block ``key``; None if there is none or no answer."""
@@ -616,10 +616,10 @@ class Mesh:
         return verdict
 
 
-def _hear(of: weakref.ref[Mesh], board: Board) -> None:
+def _poll_verdict(of: weakref.ref[Mesh], board: Board) -> None:
     mesh = of()
-    if mesh is not None and mesh.heard is None:
-        mesh.heard = board.look(mesh.nonce)
+    if mesh is not None and mesh.polled_verdict is None:
+        mesh.polled_verdict = board.look(mesh.nonce)
 
 
 def _acknowledge(  # noqa: PLR0917  # what a job is given

@@ -55,7 +55,7 @@ _MOST_GROUPS = 16
 PATIENCE_SECONDS = 0.5
 
 # The maximum age of an answer given to a caller that polls.
-_HEARD_SECONDS = 0.5
+_KNOWN_MAX_AGE_SECONDS = 0.5
 
 _PREFIX = "objcomm"
 _PROCESS = re.compile(rf"(.*/)?{_PREFIX}/process/([0-9]{{1,7}})", re.DOTALL)
@@ -344,7 +344,7 @@ class BoardThread:
         self._is_over = False
         self.clients = Clients()
         self.clients_of_groups = Clients()
-        self._heard: dict[str, tuple[Verdict | None, float]] = {}
+        self._known_verdicts: dict[str, tuple[Verdict | None, float]] = {}
         self._thread = threading.Thread(target=self._run, name="objcomm-board", daemon=True)
         self._thread.start()
 
@@ -375,29 +375,29 @@ class BoardThread:
         finally:
             del answer  # breaks a cycle: it holds the error, whose traceback holds this frame
 
-    def heard(self, key: str) -> Verdict | None:
+    def known_verdict(self, key: str) -> Verdict | None:
         """Return the verdict on ``key`` that this process knows, without waiting for the store.
 
         If the last answer is old, the store is asked again in the background, so a caller that
         polls learns of a verdict soon.
         """
-        verdict, ask_at = self._heard.get(key, (None, 0.0))
+        verdict, ask_at = self._known_verdicts.get(key, (None, 0.0))
         if verdict is None and time.monotonic() >= ask_at:
-            self._heard[key] = (None, math.inf)  # until there is an answer
-            self.submit(functools.partial(self._hear, key))
+            self._known_verdicts[key] = (None, math.inf)  # until there is an answer
+            self.submit(functools.partial(self._ask_for_verdict, key))
         return verdict
 
-    def _hear(self, key: str, board: Board) -> None:
+    def _ask_for_verdict(self, key: str, board: Board) -> None:
         verdict = None
         try:
             verdict = board.look(key)
         finally:
-            if key in self._heard:
-                self._heard[key] = (verdict, time.monotonic() + _HEARD_SECONDS)
+            if key in self._known_verdicts:
+                self._known_verdicts[key] = (verdict, time.monotonic() + _KNOWN_MAX_AGE_SECONDS)
 
     def forget(self, key: str) -> None:
         """Drop what is known about ``key``; nothing will ask for it any more."""
-        self._heard.pop(key, None)
+        self._known_verdicts.pop(key, None)
 
     def _forget_if_over(self) -> None:
         """Drop jobs queued after the thread has ended: they keep meshes, and so sockets, alive."""

@@ -287,7 +287,7 @@ class Watchdog(threading.Thread):
                     else:
                         mesh.stop(mesh.verdict)
                     if mesh.verdict is None and (_has_lost_some(mesh) or link.has_lost_any()):
-                        mesh.listen(time.monotonic())
+                        mesh.poll_for_verdict(time.monotonic())
             with logged("could not check whether ranks made other calls"):
                 self._look_for_others_calls(mesh)
 

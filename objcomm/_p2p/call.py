@@ -753,7 +753,7 @@ class Receive(P2PCall):
         """
         for _, mesh, _ in admitted[:1]:  # all have the same world
             for key in open_blocks.get():
-                verdict = mesh.board_thread.heard(key) or died_in(key)
+                verdict = mesh.board_thread.known_verdict(key) or died_in(key)
                 if verdict is not None:
                     self._raise(verdict)
 
