@@ -579,7 +579,9 @@ class Call:
             return Work[R](self.operation, self.call_site).carry_out_here(body)
         if lane.line is None:
             lane.line = SerialExecutor(f"objcomm-line {lane.name}".strip())
-        work: Work[R] = Work(self.operation, self.call_site, lane, on_error=self.exchange.hear)
+        work: Work[R] = Work(
+            self.operation, self.call_site, lane, on_error=self.exchange.mark_retrieved
+        )
         work.carry_out_on(lane.line, body)
         return work
 

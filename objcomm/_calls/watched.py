@@ -53,7 +53,7 @@ class Watched(Exchange):
     _meeting: "Message | None" = None
     _interruptible: AbstractContextManager[None] | None = None
     _span: Span | None = None
-    _is_to_hear = False
+    _is_unretrieved = False
 
     def __init__(
         self,
@@ -167,10 +167,10 @@ class Watched(Exchange):
         failure = failure_of(error, rank, self.entry.header.call_site)
         return proposal._replace(failures=(failure,))
 
-    def hear(self) -> None:
-        """Record that the program takes the error of this call, which ran on another thread."""
+    def mark_retrieved(self) -> None:
+        """Record that the program retrieves this call's error, which another thread has met."""
         verdict = self.mesh.verdict
-        if self._is_to_hear and verdict is not None:
+        if self._is_unretrieved and verdict is not None:
             self.mesh.mark_raised(self.lane.owner)
             end_elsewhere(verdict, self.lane.owner)
 
@@ -186,8 +186,8 @@ class Watched(Exchange):
 
     def _mark_raised(self) -> None:
         """Record that the thread that made the call raises the verdict, for all its lanes."""
-        self._is_to_hear = self._is_raised_later
-        if not self._is_to_hear:
+        self._is_unretrieved = self._is_raised_later
+        if not self._is_unretrieved:
             self.mesh.mark_raised(self.lane.owner)
 
     def _end_elsewhere(self, verdict: Verdict) -> None:

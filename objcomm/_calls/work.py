@@ -221,7 +221,7 @@ class Work(Generic[T_co]):
             UsageError: the operation is still in progress.
         """
         self._must_be_done()
-        self._hear()
+        self._mark_retrieved()
         return self._error()
 
     @property
@@ -276,7 +276,7 @@ class Work(Generic[T_co]):
         except BaseException as error:
             fold(error)
             if error is self._error():  # a cancelled task may never get the work's own error
-                self._hear()
+                self._mark_retrieved()
             raise
         finally:
             del self  # as in ``wait``
@@ -383,13 +383,13 @@ class Work(Generic[T_co]):
         self._is_asked = True
 
     def _outcome(self) -> T_co:
-        self._hear()
+        self._mark_retrieved()
         try:
             return self._future.result()
         finally:
             del self  # as in ``wait``
 
-    def _hear(self) -> None:
+    def _mark_retrieved(self) -> None:
         """Record that the program retrieves the error, if there is one."""
         on_error = self._on_error
         if on_error is not None and self._forks == inheritance.forks:
