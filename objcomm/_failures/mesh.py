@@ -517,8 +517,8 @@ class Mesh:
         contains only ranks; the reason why the mesh ended comes from the store.
         """
         link, others = self.link, {*self.others} - {peer}
-        said = b"" if link is None else link.farewell_of(peer)
-        ranks, proof = said[:-PROOF_NBYTES], said[-PROOF_NBYTES:]
+        farewell = b"" if link is None else link.farewell_of(peer)
+        ranks, proof = farewell[:-PROOF_NBYTES], farewell[-PROOF_NBYTES:]
         if (
             not ranks
             or len(ranks) % _RANK.size
@@ -538,14 +538,14 @@ class Mesh:
         ranks = b"".join(map(_RANK.pack, lost))
         return ranks + self.proof(self.rank, ranks)
 
-    def proof(self, sender: int, said: bytes) -> bytes:
-        """Return a code that authenticates ``said`` as sent by a rank of this mesh.
+    def proof(self, sender: int, content: bytes) -> bytes:
+        """Return a code that authenticates ``content`` as sent by a rank of this mesh.
 
         It is keyed with the session, and with the user's key if there is one.
         """
         key = hashlib.blake2b(self.session.encode(), key=self._secret or b"").digest()
-        said = _RANK.pack(sender) + said
-        return hashlib.blake2b(said, key=key, digest_size=PROOF_NBYTES).digest()
+        content = _RANK.pack(sender) + content
+        return hashlib.blake2b(content, key=key, digest_size=PROOF_NBYTES).digest()
 
     def adopt(self, standing: Verdict) -> None:
         """Replace a verdict that could not be posted in time by the one that the others posted.

@@ -71,8 +71,8 @@ _SEND = int(Operation.SEND)
 
 def answer(mesh: Mesh, of: Operation, number: int) -> bytes:
     """Encode an answer to the other rank about the message with a number."""
-    said = _ANSWER.pack(of, number)
-    return said + mesh.proof(mesh.rank, said)
+    content = _ANSWER.pack(of, number)
+    return content + mesh.proof(mesh.rank, content)
 
 
 class Offers:
@@ -129,18 +129,18 @@ class Offers:
         with self._lock:
             return self._offered.pop((kind, number), None) is not None
 
-    def hear(self, raw: bytes) -> bool:
+    def accept_answer(self, raw: bytes) -> bool:
         """Accept an answer of the other rank; always return True, because there is always room.
 
         Raises:
             WireError: it is not a valid answer.
         """
-        said, proof = raw[: _ANSWER.size], raw[_ANSWER.size : _ANSWER.size + PROOF_NBYTES]
-        is_known = len(raw) >= _ANSWER.size and said[0] in _ANSWERS
-        if not is_known or not compare_digest(proof, self.mesh.proof(self.peer, said)):
+        content, proof = raw[: _ANSWER.size], raw[_ANSWER.size : _ANSWER.size + PROOF_NBYTES]
+        is_known = len(raw) >= _ANSWER.size and content[0] in _ANSWERS
+        if not is_known or not compare_digest(proof, self.mesh.proof(self.peer, content)):
             raise WireError(f"rank {self.peer} has sent an invalid answer")
         with self._lock:
-            on_end = self._offered.pop(_ANSWER.unpack(said), None)
+            on_end = self._offered.pop(_ANSWER.unpack(content), None)
         if on_end is not None:  # else it was withdrawn
             on_end(True)  # noqa: FBT003  # a callback's
         return True
@@ -200,7 +200,7 @@ class DeviceTurn:
     def begin(self) -> None:
         """Accept answers from now on; call this before sending what the other rank may answer."""
         if self._is_sender or not self._is_lower:
-            self._offers.put(self._number, self._hear, self._awaited)
+            self._offers.put(self._number, self._on_answer, self._awaited)
 
     def move(self, transfer: Callable[[], None]) -> None:
         """Run ``transfer`` once both ranks have reached it; the receiver must have room for it.
@@ -223,8 +223,8 @@ class DeviceTurn:
         while not wait(_LOOK_SECONDS):
             self._offers.check()
 
-    def _hear(self, is_said: bool) -> None:  # noqa: FBT001  # a callback's
-        if is_said and not self._is_lower:
+    def _on_answer(self, is_answered: bool) -> None:  # noqa: FBT001  # a callback's
+        if is_answered and not self._is_lower:
             self._place.take()
         self._is_over.set()
 
@@ -492,7 +492,7 @@ class _Arrivals:
                         entry.withdraw(verdict)
             if self._former is not None:
                 self._former.join()  # messages of the previous connection come first
-            link.attend(peer, {lane.tag: self._accept, ANSWER_TAG: self.offers.hear})
+            link.attend(peer, {lane.tag: self._accept, ANSWER_TAG: self.offers.accept_answer})
         except LinkError as error:
             lost = proposal_for(TransportError("recv", (peer,), error.reason), mesh.rank)
             end_by_loss(mesh, lost)

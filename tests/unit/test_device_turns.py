@@ -20,7 +20,7 @@ LIMIT_S = 60
 
 
 class FakeOffers:
-    """One rank's end of a connection that carries words in order."""
+    """One rank's end of a connection that carries answers in order."""
 
     def __init__(self, rank: int) -> None:
         self.mesh = SimpleNamespace(rank=rank)
@@ -32,23 +32,23 @@ class FakeOffers:
         self._awaited: dict[tuple[int, int], Callable[[bool], object]] = {}
         self._lock = threading.Lock()
 
-    def put(self, number: int, on_end: Callable[[bool], object], word: Operation) -> None:
+    def put(self, number: int, on_end: Callable[[bool], object], kind: Operation) -> None:
         with self._lock:
-            self._awaited[word, number] = on_end
+            self._awaited[kind, number] = on_end
 
-    def withdraw(self, number: int, word: Operation) -> bool:
+    def withdraw(self, number: int, kind: Operation) -> bool:
         with self._lock:
-            return self._awaited.pop((word, number), None) is not None
+            return self._awaited.pop((kind, number), None) is not None
 
-    def heard(self, word: int, number: int) -> None:
+    def answer(self, kind: int, number: int) -> None:
         with self._lock:
-            on_end = self._awaited.pop((word, number), None)
-        assert on_end is not None, f"nobody waits for {Operation(word).name} {number}"
+            on_end = self._awaited.pop((kind, number), None)
+        assert on_end is not None, f"nobody waits for {Operation(kind).name} {number}"
         on_end(True)  # noqa: FBT003  # as the real one calls it
 
-    def hear(self) -> None:
-        while (word := self.inbox.get()) is not None:
-            self.heard(*word)
+    def receive(self) -> None:
+        while (received := self.inbox.get()) is not None:
+            self.answer(*received)
 
     def check(self) -> None:
         self.looks += 1
@@ -57,9 +57,9 @@ class FakeOffers:
 
 
 def turn_on(here: Any, there: FakeOffers | None, number: int, *, is_sender: bool) -> DeviceTurn:
-    def say(word: Operation) -> None:
+    def say(kind: Operation) -> None:
         if there is not None:
-            there.inbox.put((word, number))
+            there.inbox.put((kind, number))
 
     turn = DeviceTurn(here, number, say, is_sender=is_sender)
     turn.begin()
@@ -94,7 +94,7 @@ def test_a_backend_with_one_order_for_both_directions_never_stalls(seed: int) ->
         with turn:
             turn.move(lambda: transfer(rank, (src, number)))
 
-    hearing = [start(end.hear) for end in ends]
+    receiving = [start(end.receive) for end in ends]
     jobs = [
         (rank, src, number, turn_on(ends[rank], ends[1 - rank], number, is_sender=src == rank))
         for src, number in itertools.product((0, 1), range(8))
@@ -118,17 +118,17 @@ def test_a_backend_with_one_order_for_both_directions_never_stalls(seed: int) ->
     assert sorted(moved) == list(itertools.product((0, 1), range(8)))
     for end in ends:
         end.inbox.put(None)
-    for thread in hearing:
+    for thread in receiving:
         thread.join(LIMIT_S)
 
 
 @pytest.mark.parametrize("is_sender", [True, False])
-def test_the_higher_rank_keeps_to_the_order_of_the_words(*, is_sender: bool) -> None:
+def test_the_higher_rank_keeps_to_the_order_of_the_answers(*, is_sender: bool) -> None:
     here = FakeOffers(1)
-    word = Operation.READY if is_sender else Operation.START
+    kind = Operation.READY if is_sender else Operation.START
     first, second = (turn_on(here, None, number, is_sender=is_sender) for number in range(2))
-    here.heard(word, 0)
-    here.heard(word, 1)
+    here.answer(kind, 0)
+    here.answer(kind, 1)
     done: list[int] = []
 
     def move_second() -> None:
