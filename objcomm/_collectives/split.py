@@ -56,7 +56,7 @@ _LONGER = 1.2
 _NAME = "objcomm/{members:016x}/{fresh}"
 
 
-class _Word(NamedTuple):
+class _Contribution(NamedTuple):
     """What one rank sends to the others."""
 
     color: int | str | None
@@ -273,11 +273,11 @@ def new_group(
     if not is_initialized():
         return cast("dist.ProcessGroup", None)  # as ``group=``, None means this rank alone
     part: Any = whole.part(members)
-    word = _Word(None, 0, uuid.uuid4().hex, [])
+    own = _Contribution(None, 0, uuid.uuid4().hex, [])
     with _call(operation, name=name, group=part, timeout=timeout) as call:
-        words = _told(call, word)
+        contributions = _exchanged(call, own)
     everyone = tuple(range(part.size))
-    made = connected(operation, name, (everyone, _name(everyone, words)), part, deadline)
+    made = connected(operation, name, (everyone, _name(everyone, contributions)), part, deadline)
     return cast("dist.ProcessGroup", made)
 
 
@@ -388,33 +388,39 @@ def _integer(name: str, value: object) -> int:
     return number
 
 
-def _by_color(words: Sequence[_Word]) -> list[Members]:
+def _by_color(contributions: Sequence[_Contribution]) -> list[Members]:
     """Return the ranks of each color, ordered by key and then by rank."""
     parts: dict[int | str, list[int]] = {}
-    for rank, word in enumerate(words):
-        if word.color is not None:
-            parts.setdefault(word.color, []).append(rank)
-    return [tuple(sorted(part, key=lambda rank: words[rank].key)) for part in parts.values()]
+    for rank, each in enumerate(contributions):
+        if each.color is not None:
+            parts.setdefault(each.color, []).append(rank)
+    return [
+        tuple(sorted(part, key=lambda rank: contributions[rank].key)) for part in parts.values()
+    ]
 
 
-def _leaders(words: Sequence[_Word]) -> list[Members]:
+def _leaders(contributions: Sequence[_Contribution]) -> list[Members]:
     """Return one group, of the first rank of each color."""
-    return [tuple(sorted(min(part) for part in _by_color(words)))]
+    return [tuple(sorted(min(part) for part in _by_color(contributions)))]
 
 
-def _check_colors(operation: str, words: Sequence[_Word], messages: Sequence[Message]) -> None:
+def _check_colors(
+    operation: str, contributions: Sequence[_Contribution], messages: Sequence[Message]
+) -> None:
     """Reject colors of different types, on every rank.
 
     Args:
         operation: the operation that the user called.
-        words: what each rank sent.
-        messages: the messages that carried ``words``.
+        contributions: what each rank sent.
+        messages: the messages that carried ``contributions``.
 
     Raises:
         CollectiveError: types differ; it names the ranks that differ from the first rank that has
             a color.
     """
-    kinds = {rank: type(word.color) for rank, word in enumerate(words) if word.color is not None}
+    kinds = {
+        rank: type(each.color) for rank, each in enumerate(contributions) if each.color is not None
+    }
     first = next(iter(kinds), 0)
     failures = {}
     for rank, kind in kinds.items():
@@ -433,7 +439,7 @@ def _divided(
     operation: Operation,
     color: int | str | None,
     key: int,
-    parts_of: Callable[[Sequence[_Word]], list[Members]],
+    parts_of: Callable[[Sequence[_Contribution]], list[Members]],
     *,
     name: str,
     group: GroupLike,
@@ -445,18 +451,18 @@ def _divided(
     deadline = resolve(group, called).deadline(called, timeout)
     parent = process_group_of(group) if is_initialized() else None
     living = _children.living(parent) if parent is not None and not is_always_new else {}
-    word = _Word(color, key, uuid.uuid4().hex, [each.group_name for each in living.values()])
+    own = _Contribution(color, key, uuid.uuid4().hex, [each.group_name for each in living.values()])
     with _call(operation, name=name, group=group, timeout=timeout) as call:
-        words = _told(call, word)
+        contributions = _exchanged(call, own)
     if operation in (Operation.NODE_GROUP, Operation.LEADERS):
-        resolve(group).hosts = tuple(str(word.color) for word in words)
-    parts = {members: _name(members, words) for members in parts_of(words)}
+        resolve(group).hosts = tuple(str(each.color) for each in contributions)
+    parts = {members: _name(members, contributions) for members in parts_of(contributions)}
     mine = next((members for members in parts if call.rank in members), None)
     # torch has no type for a rank outside, or for a missing torch.distributed.
     nothing = cast("dist.ProcessGroup", NOBODY if mine is None else None)
     if parent is None:
         return nothing
-    old = {each for known in words for each in known.names}
+    old = {each for known in contributions for each in known.names}
     if old.issuperset(parts.values()):
         return nothing if mine is None else living[mine]
     is_lacking = mine is not None and parts[mine] not in old
@@ -469,26 +475,26 @@ def _divided(
     return made
 
 
-def _told(call: Call, word: _Word) -> list[_Word]:
+def _exchanged(call: Call, own: _Contribution) -> list[_Contribution]:
     """Exchange what each rank sends in the first call."""
     if call.is_alone:
-        return [word]
-    mine = call.message(word, tuple)
+        return [own]
+    mine = call.message(own, tuple)
     with call.exchange as exchange:
         messages = routes.all_gather(exchange, mine)
     call.raise_failures(messages)
-    words = [word_of(call.decode(message)) for message in messages]
-    _check_colors(call.operation, words, messages)
-    return words
+    contributions = [contribution_of(call.decode(message)) for message in messages]
+    _check_colors(call.operation, contributions, messages)
+    return contributions
 
 
-def word_of(plain: Any) -> _Word:
+def contribution_of(plain: Any) -> _Contribution:
     """Check what a rank sent.
 
     Raises:
         DecodeError: it is malformed.
     """
-    if isinstance(plain, (tuple, list)) and len(plain) == len(_Word._fields):
+    if isinstance(plain, (tuple, list)) and len(plain) == len(_Contribution._fields):
         color, key, fresh, names = plain
         is_right = (
             (color is None or type(color) in {int, str})
@@ -498,15 +504,15 @@ def word_of(plain: Any) -> _Word:
             and all(isinstance(name, str) for name in names)
         )
         if is_right:
-            return _Word(color, key, fresh, names)
+            return _Contribution(color, key, fresh, names)
     raise DecodeError(_CODEC, "a rank did not send a color, a key and names")
 
 
-def _name(members: Members, words: Sequence[_Word]) -> str:
+def _name(members: Members, contributions: Sequence[_Contribution]) -> str:
     """Return a name that all members already have for their group, or a new name."""
-    known = set.intersection(*(set(words[rank].names) for rank in members))
+    known = set.intersection(*(set(contributions[rank].names) for rank in members))
     stem = fresh_name(members, "")
-    new = stem + words[members[0]].fresh
+    new = stem + contributions[members[0]].fresh
     return min((name for name in known if name.startswith(stem)), default=new)
 
 

@@ -18,7 +18,7 @@ from objcomm._collectives.reduction import structures
 from objcomm._collectives.reduction.leafwise import Destination, operand, received
 from objcomm._collectives.reduction.operators import operator_for
 from objcomm._collectives.reduction.structures import room_for, tensors_of
-from objcomm._collectives.split import _by_color, word_of
+from objcomm._collectives.split import _by_color, contribution_of
 from objcomm._config import Settings
 from objcomm._p2p.mailbox import Arrived, Mailbox, RecvRequest
 from objcomm._wire.admission import Gate
@@ -160,8 +160,8 @@ def operands(raw: bytes) -> None:
 
 def word(raw: bytes) -> None:
     """Read what a rank announces when groups are created."""
-    told = word_of(decode("msgpack", memoryview(raw), _buffers()))
-    _by_color([told, told])
+    sent = contribution_of(decode("msgpack", memoryview(raw), _buffers()))
+    _by_color([sent, sent])
 
 
 #: By the name of their folder in ``corpus/``.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import NotInGroupError, UsageError
-from objcomm._collectives.split import _by_color, _leaders, _Word
+from objcomm._collectives.split import _by_color, _Contribution, _leaders
 from objcomm._world import store_of
 from tests.group.helpers import assert_group_works, keys_in, subgroup
 from tests.group.membership import NOBODY, members
@@ -292,8 +292,8 @@ def test_ranks_of_one_host_and_one_rank_per_host() -> None:
         assert objcomm.all_gather("alone", group=first) == ["alone"]
 
 
-def words(*hosts: str) -> list[_Word]:
-    return [_Word(host, 0, "", []) for host in hosts]
+def words(*hosts: str) -> list[_Contribution]:
+    return [_Contribution(host, 0, "", []) for host in hosts]
 
 
 def test_hosts_are_grouped_by_name_wherever_their_ranks_stand() -> None:
