@@ -441,30 +441,30 @@ class Exchange(Transfers):
             message.replace(message.on_host, self.lent(loan))
             return first, []
         far = [child for child in children if child not in beside]
-        words = self.ready_signals_of([*far, *beside])
+        await_ready = self.ready_signals_of([*far, *beside])
         place = parent, far, chunk_nbytes
         if parent is None:
-            share = self._sent_and_copied(message, place, words)
+            share = self._sent_and_copied(message, place, await_ready)
         else:
-            share = self._arrived_in_share(message, place, words)
+            share = self._arrived_in_share(message, place, await_ready)
         self.share(message.following_on_host, beside, share)
         return parent, [*far, *beside]
 
     def _sent_and_copied(
-        self, message: Message, place: "_Place", words: Callable[[], None]
+        self, message: Message, place: "_Place", await_ready: Callable[[], None]
     ) -> Share | None:
         """Send a root's large members to other hosts; meanwhile copy them to shared memory."""
         copies: list[Share | None] = []
 
         def are_all_ready() -> None:
             copies.append(share_of(message.following_on_host))
-            words()
+            await_ready()
 
         self._relay(self._pieces(message, place[2]), place, message, are_all_ready)
         return copies.pop()
 
     def _arrived_in_share(
-        self, message: Message, place: "_Place", words: Callable[[], None]
+        self, message: Message, place: "_Place", await_ready: Callable[[], None]
     ) -> Share | None:
         """Receive large members from another host into shared memory, and pass them on."""
         share = None
@@ -472,11 +472,14 @@ class Exchange(Transfers):
             share = Share.with_room([buffer.flat.numel() for buffer in message.on_host])
         if share is None:
             message.replace(message.on_host, [with_memory(each) for each in message.on_host])
-            self._relay(self._pieces(message, place[2]), place, message, words)
+            self._relay(self._pieces(message, place[2]), place, message, await_ready)
             return None
         # No variable may hold a piece: its memory must be freed before this call ends.
         self._relay(
-            [piece for flat in share.flats for piece in flat.split(place[2])], place, share, words
+            [piece for flat in share.flats for piece in flat.split(place[2])],
+            place,
+            share,
+            await_ready,
         )
         self.hand_over()  # none of it may still be written or sent
         try:

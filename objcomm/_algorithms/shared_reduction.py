@@ -79,10 +79,10 @@ class _Run:
 
     def meet(self) -> None:
         """Wait until all ranks have reached this point."""
-        exchange, word = self._exchange, empty(1)
+        exchange, signal = self._exchange, empty(1)
         coming = [exchange.arriving(empty(1), peer, is_ended=False) for peer in self._others]
         for peer in self._others:
-            exchange.send_flat(word, peer, is_ended=False)
+            exchange.send_flat(signal, peer, is_ended=False)
         for peer, arriving in zip(self._others, coming, strict=True):
             arriving.wait(peer)
 

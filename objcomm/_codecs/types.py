@@ -51,16 +51,16 @@ class Argument(NamedTuple):
     """The requirement for one argument.
 
     Attributes:
-        words: a description for error messages.
+        description: a description for error messages.
         fits: the test.
     """
 
-    words: str
+    description: str
     fits: Callable[[Any], bool]
 
 
-def _exactly(kind: type, words: str) -> Argument:
-    return Argument(words, lambda given: type(given) is kind)
+def _exactly(kind: type, description: str) -> Argument:
+    return Argument(description, lambda given: type(given) is kind)
 
 
 ANYTHING = Argument("anything", lambda _: True)
@@ -79,8 +79,10 @@ ZONE = Argument(
 )
 
 
-def _matches(words: str, pattern: re.Pattern[str]) -> Argument:
-    return Argument(words, lambda given: type(given) is str and bool(pattern.fullmatch(given)))
+def _matches(description: str, pattern: re.Pattern[str]) -> Argument:
+    return Argument(
+        description, lambda given: type(given) is str and bool(pattern.fullmatch(given))
+    )
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class Constructor:
             if argument is not None and not argument.fits(each):
                 kind = type(each).__name__
                 raise DecodeError(
-                    _NAME, f"part {number} of a {self.name} is a {kind}, not {argument.words}"
+                    _NAME, f"part {number} of a {self.name} is a {kind}, not {argument.description}"
                 )
         return self.make(*given)
 

@@ -127,7 +127,7 @@ class Recorder:
         if number >= _MOST_FILES:
             return
         try:
-            dump = _told(known_recorders(), is_whole=True)
+            dump = _dump_of(known_recorders(), is_whole=True)
             cause = {"group": self.name, "type": type(error).__name__, "text": str(error)}
             name = f"objcomm-rank{rank()}-{os.getpid()}-{number}.json"
             path = Path(folder).absolute() / name
@@ -243,13 +243,13 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: GroupLike = None)
     if not isinstance(path, str | os.PathLike | None):
         raise UsageError(f"dump: path={path!r} must be the path of a file")
     recorders = known_recorders() if group is None else [recorder_of(group_for_call(group, "dump"))]
-    dump = _told(recorders, is_whole=group is None)
+    dump = _dump_of(recorders, is_whole=group is None)
     if path is not None:
         _write(dump, Path(path))
     return dump
 
 
-def _told(recorders: list[Recorder], *, is_whole: bool) -> dict[str, Any]:
+def _dump_of(recorders: list[Recorder], *, is_whole: bool) -> dict[str, Any]:
     own = max(rank(), 0)
     return {
         "objcomm_dump": DUMP_VERSION,

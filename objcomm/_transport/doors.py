@@ -2,10 +2,10 @@
 
 Ranks on one host find each other by the names of abstract Unix sockets. The kernel reports the
 owner of each process, so a process of another user is rejected before it can send anything. Ranks
-on other hosts connect by TCP. In both cases, both ends send a handshake, here called *word*, which
-only a rank that has met the others can compute: it depends on the meeting's session, which is
-stored nowhere, and on the user's key if there is one. Over TCP it also depends on the address that
-was called, so that a process at another address can't relay it.
+on other hosts connect by TCP. In both cases, both ends send a handshake, which only a rank that has
+met the others can compute: it depends on the meeting's session, which is stored nowhere, and on the
+user's key if there is one. Over TCP it also depends on the address that was called, so that a
+process at another address can't relay it.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 _NAME = re.compile("[0-9a-f]{32}")
 _PROOF_NBYTES = 16
-_WORD = struct.Struct(f"<I{_PROOF_NBYTES}s{_PROOF_NBYTES}s")
+_HANDSHAKE = struct.Struct(f"<I{_PROOF_NBYTES}s{_PROOF_NBYTES}s")
 # Only hosts of containers have more, and those addresses lead nowhere.
 _ADDRESSES_MAX = 16
 # How long the system waits for a caller's first bytes before it reports the caller.
-_SAID_WITHIN_SECONDS = 30
+_FIRST_BYTES_WITHIN_SECONDS = 30
 # How many callers a rank accepts before it does anything else.
 _TURN = 64
 #: Errors whose cause is this process itself, whichever rank it was connecting to.
@@ -60,7 +60,7 @@ class OtherKeyError(PermissionError):
 
 
 class Place(NamedTuple):
-    """Where a rank can be reached; encoded as one word for the other ranks.
+    """Where a rank can be reached; encoded as text without spaces for the other ranks.
 
     Attributes:
         transport: what the rank's user has chosen.
@@ -79,7 +79,7 @@ class Place(NamedTuple):
     addresses: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """Return it as one word."""
+        """Return it as text without spaces."""
         *fields, addresses = self
         return ",".join(quote(str(each), safe=":") for each in (*fields, *addresses))
 
@@ -188,7 +188,7 @@ def _listener(addresses: Sequence[str], ports: Sequence[int]) -> socket.socket:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, is_alone)
             with contextlib.suppress(OSError):  # a sandbox may not have it
                 # A silent caller occupies no descriptor, and accepted ranks have sent a handshake.
-                wait = socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _SAID_WITHIN_SECONDS
+                wait = socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, _FIRST_BYTES_WITHIN_SECONDS
                 listener.setsockopt(*wait)
             try:
                 listener.bind((at, port))
@@ -258,7 +258,7 @@ class Handshakes:
         nbytes: length of a handshake.
     """
 
-    nbytes = _WORD.size
+    nbytes = _HANDSHAKE.size
 
     def __init__(self, session: str, secret: bytes | None) -> None:
         """Derive the keys.
@@ -285,7 +285,7 @@ class Handshakes:
             hashlib.blake2b(pair, key=each, digest_size=_PROOF_NBYTES).digest()
             for each in (self._session, self._key)
         ]
-        return _WORD.pack(rank, *proofs)
+        return _HANDSHAKE.pack(rank, *proofs)
 
     def check(self, received: bytes, rank: int, to: int, where: str = "") -> bool:
         """Return whether this is what one rank sends to another, see ``of``.
@@ -327,7 +327,7 @@ class Doors:
         on_refused: called with the reason when a caller that is not a rank is rejected.
     """
 
-    handshake_nbytes = _WORD.size
+    handshake_nbytes = _HANDSHAKE.size
 
     def __init__(  # noqa: PLR0917  # facts about all ranks
         self,
@@ -440,7 +440,7 @@ class Doors:
         Raises:
             OtherKeyError: it is a rank, but has a different key.
         """
-        peer = _WORD.unpack(received)[0]
+        peer = _HANDSHAKE.unpack(received)[0]
         is_far = end.family != socket.AF_UNIX
         is_there = peer in self.others and is_far != self.is_near(peer)
         if is_there and self._handshakes.check(received, peer, self.rank, called_at(end)):

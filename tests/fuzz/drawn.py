@@ -265,7 +265,7 @@ def _zone(chance: _Draw, depth: int) -> Any:
     return made(chance, chance.choice(names), depth + 1) if chance.random() < 0.5 else None
 
 
-#: Values that fit each kind of argument in the table, by the table's words for an error.
+#: Values that fit each kind of argument in the table, by the description in errors.
 ARGUMENTS: Final[dict[str, Callable[[_Draw, int], Any]]] = {
     "anything": lambda chance, depth: value(chance, depth + 1),
     "an integer": lambda chance, _: _integer(chance),
@@ -292,7 +292,7 @@ def _of_constructor(name: str) -> Callable[[_Draw, int], list[Any]]:
             arguments += [constructor.rest] * chance.choice((0, 1, 2, 64, 65))
         missing = chance.randrange(constructor.optional + 1)
         wanted = arguments[: len(arguments) - missing]
-        return [ARGUMENTS[argument.words](chance, depth) for argument in wanted]
+        return [ARGUMENTS[argument.description](chance, depth) for argument in wanted]
 
     return parts
 

@@ -73,7 +73,10 @@ def test_a_head_that_a_bundle_cuts_off_is_refused() -> None:
 
 def test_all_that_can_be_made_is_drawn() -> None:
     arguments = [
-        each.words for one in CONSTRUCTORS.values() for each in (*one.arguments, one.rest) if each
+        each.description
+        for one in CONSTRUCTORS.values()
+        for each in (*one.arguments, one.rest)
+        if each
     ]
     assert set(arguments) == set(drawn.ARGUMENTS)
     assert set(drawn.PARTS) == {*CONSTRUCTORS, *plain._RAISE}  # noqa: SLF001  # the rest of the table
