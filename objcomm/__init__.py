@@ -73,8 +73,8 @@ else:
             at = [f"; it is {each.__name__}.{name}" for each in topics if name in each.__all__]
             if name in NAMES_ELSEWHERE:
                 at.append(f"; it is called objcomm.{NAMES_ELSEWHERE[name]} here")
-            said = f"module 'objcomm' has no attribute {name!r}{''.join(at)}"
-            raise AttributeError(said) from None
+            message = f"module 'objcomm' has no attribute {name!r}{''.join(at)}"
+            raise AttributeError(message) from None
 
     @atexit.register  # registered at import, so it runs after the program's own exit handlers
     def _end() -> None:

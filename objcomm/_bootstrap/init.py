@@ -500,7 +500,7 @@ def _await_host(place: Placement, seconds: float, *, is_host: bool) -> None:
         TimeoutError: the address does not accept connections.
     """
     began = time.monotonic()
-    is_said = False
+    is_reported = False
     while True:
         left = began + seconds - time.monotonic()
         try:
@@ -517,8 +517,8 @@ def _await_host(place: Placement, seconds: float, *, is_host: bool) -> None:
             return
         if left <= 0:
             raise TimeoutError(why)
-        if not is_said and time.monotonic() > began + REPORTED_AFTER_SECONDS:
-            is_said = True
+        if not is_reported and time.monotonic() > began + REPORTED_AFTER_SECONDS:
+            is_reported = True
             log.warning(
                 "init: rank %d is still waiting for rank 0 at %s:%d; %s",
                 *(place.rank, place.host, place.port, why),

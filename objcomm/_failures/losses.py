@@ -38,8 +38,8 @@ LAST_BYTES_SECONDS = 1.0
 # How long to wait for further connections to close: they may all close at the same time.
 _OTHERS_FIRST_SECONDS = 0.02
 # How long a rank that cannot connect waits to learn which rank has died.
-_WORD_WITHIN_SECONDS = 1.0
-_WORD_PAUSE_SECONDS = 0.05
+_CAUSE_WITHIN_SECONDS = 1.0
+_CAUSE_PAUSE_SECONDS = 0.05
 # How long to ask the store which rank has died before relying on this rank's own connections.
 _NAMED_WITHIN_SECONDS = 1.0
 #: A live rank answers within this time. A death is still reported within 2 s.
@@ -49,13 +49,15 @@ _LOOKS_IN_VAIN = 3
 # The longest interval after which Linux retransmits unacknowledged data (TCP_RTO_MAX).
 _LATE_AFTER_OUTAGE_SECONDS = 120.0
 # A rank that uses objcomm publishes its process record before its first call has lasted this long.
-_SURELY_TOLD_SECONDS = 1.0
+_SURELY_PUBLISHED_SECONDS = 1.0
 # Limits requests per check: a thousand waiting ranks would overload the store.
 _MOST_LEARNED = 8
 
 _CLOSED = "it is alive, but has destroyed its process group or given up after its own error"
 _ALONE = "all of its connections ended at the same time: it lost its network, or all others ended"
-_SAID = "it died, exited or lost its network, according to a rank that has closed its connections"
+_REPORTED_BY_PEER = (
+    "it died, exited or lost its network, according to a rank that has closed its connections"
+)
 _NEVER_CAME = "it died, exited or lost its network before it sent to or received from this rank"
 
 # Their receivers need only the source; the death of any other rank does not delay them.
@@ -175,7 +177,7 @@ def loss_among(
         return None
     # A rank that has given its reason ended because of it.
     ranks = _to_blame(mesh, ends)
-    return Verdict.of(Cause.LOST, ranks=ranks, reason=ends.get(ranks[0], _SAID))
+    return Verdict.of(Cause.LOST, ranks=ranks, reason=ends.get(ranks[0], _REPORTED_BY_PEER))
 
 
 def learn_ends(board: Board, mesh: Mesh) -> None:
@@ -245,8 +247,8 @@ def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
         )
     are_beside = all(processes.is_beside(mesh.ranks[rank]) for rank in verdict.ranks)
     # A rank that leaves gives its reason; a closed connection comes without one.
-    is_said = verdict.cause is Cause.LEFT or verdict.reason.startswith(_CLOSED)
-    if not verdict.ranks or not are_beside or is_said:
+    is_explained = verdict.cause is Cause.LEFT or verdict.reason.startswith(_CLOSED)
+    if not verdict.ranks or not are_beside or is_explained:
         return verdict
     # PEER_LOST cannot distinguish this from a death; any other reason adds information.
     is_by_connection = verdict.reason.startswith(PEER_LOST)
@@ -308,9 +310,8 @@ def end_by_loss(mesh: Mesh, proposal: Verdict) -> Verdict:
     if HOST_LOST in proposal.reason:
         return mesh.settle(proposal._replace(ranks=tuple(link.beside(proposal.ranks))))
     to_blame = _to_blame(mesh, proposal.ranks)
-    is_said = to_blame != tuple(sorted(proposal.ranks))
-    if is_said:
-        proposal = proposal._replace(ranks=to_blame, reason=_SAID)
+    if to_blame != tuple(sorted(proposal.ranks)):
+        proposal = proposal._replace(ranks=to_blame, reason=_REPORTED_BY_PEER)
     elif _are_all_closed(mesh):
         try:
             standing = mesh.board_thread.call(look)
@@ -406,7 +407,7 @@ def end_unconnected(mesh: Mesh, error: BaseException) -> None:
         return board.look(mesh.nonce)
 
     ranks = {peer: mesh.ranks[peer] for peer in mesh.others}
-    until = time.monotonic() + _WORD_WITHIN_SECONDS
+    until = time.monotonic() + _CAUSE_WITHIN_SECONDS
     while mesh.verdict is None and time.monotonic() < until:
         with contextlib.suppress(StoreSilentError):
             standing = mesh.board_thread.call(look)
@@ -418,7 +419,7 @@ def end_unconnected(mesh: Mesh, error: BaseException) -> None:
         if died:
             _end_by_deaths(mesh, died)
             return
-        time.sleep(_WORD_PAUSE_SECONDS)
+        time.sleep(_CAUSE_PAUSE_SECONDS)
     silent = tuple(each for each in apart if each not in answered)
     cause, named = Cause.LOST, silent if isinstance(error, LinkUnreachable) else error.peers
     if isinstance(error, LinkUnreachable) and len(silent) != 1:
@@ -485,7 +486,7 @@ def learn(board: Board, mesh: Mesh, entry: CallRecord) -> None:
     asked_about = {*awaited, *some(unknown)}
     far = [peer for peer in mesh.others if not processes.is_beside(mesh.ranks[peer])]
     board.learn({mesh.ranks[peer] for peer in {*asked_about, *some(far)}.intersection(far)})
-    if time.monotonic() - entry.waits_since > _SURELY_TOLD_SECONDS:
+    if time.monotonic() - entry.waits_since > _SURELY_PUBLISHED_SECONDS:
         _note_cut_off(mesh, asked_about)  # a rendezvous needs all of them
 
 
@@ -621,8 +622,8 @@ def look_for_senders(meshes: Sequence[Mesh], missed: MutableSet[Mesh], board: Bo
         else:
             wanted = [mesh.ranks[peer] for peer in missing]
             board.learn(wanted)
-            words = filter(None, map(mesh.board_thread.processes.end_of, wanted))
-            reason = next(words, _NEVER_CAME)
+            reasons = filter(None, map(mesh.board_thread.processes.end_of, wanted))
+            reason = next(reasons, _NEVER_CAME)
             found = Verdict.of(Cause.LOST, ranks=missing, reason=reason, is_final=True)
             mesh.settle_on(board, found)
 

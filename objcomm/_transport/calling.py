@@ -229,14 +229,14 @@ class Calling:
         for listener in self.listeners:
             try:
                 for end in self._doors.accept(listener):
-                    self.listen_to(end)
+                    self.identify_caller(end)
             except OSError as error:  # no descriptors left: don't keep callers waiting
                 rank = self._doors.rank
                 self._doors.on_refused(f"rank {rank} can't accept connections ({error})")
                 self.shut()
                 return
 
-    def listen_to(self, end: socket.socket, received: bytes = b"") -> None:
+    def identify_caller(self, end: socket.socket, received: bytes = b"") -> None:
         """Find out which rank has called, if the caller is a rank.
 
         Args:

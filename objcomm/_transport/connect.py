@@ -79,7 +79,7 @@ _AT_ONCE_MAX = 16
 # What a rank sends after its handshake once all others have sent theirs.
 _COMPLETE = b"!"
 # Extra time for ranks that are already connected, so that one still connecting gives up first.
-_SAID_LATER_SECONDS = 1.0
+_CONFIRMATION_SECONDS = 1.0
 # The limit of each of Gloo's attempts to connect ranks of which two could not reach each other.
 # Those two have tried already, and if they fail again nothing ends the attempts of the others.
 _GLOO_SECONDS = 3.0
@@ -516,7 +516,7 @@ class _Joining:
             GivenUpError: no rank waits for them any more.
         """
         self._due_nbytes += len(_COMPLETE)
-        self._until += _SAID_LATER_SECONDS
+        self._until += _CONFIRMATION_SECONDS
         for informed, awaited in self._rounds:
             self._awaited = awaited
             for peer in informed:
@@ -529,7 +529,7 @@ class _Joining:
             if each.rank in self._joined:
                 continue
             if len(self._neighbours) < len(self._doors.others):  # it may want to use the link
-                link.hear(each.socket, each.received)
+                link.take_over_caller(each.socket, each.received)
             else:  # not a rank
                 each.socket.close()
 

@@ -54,9 +54,9 @@ _LONG_PAUSE_SECONDS = 0.25
 # The most queries per second that all waiting ranks together send to the store: a small part of
 # what torch's TCPStore can answer.
 _LOOKS_PER_SECOND = 4000
-_SAID_FOR_SECONDS = 1.0
-# To check whether it was heard, a guest reads all guests' hellos, 100 bytes each.
-_SAID_FOR_EACH_SECONDS = 0.01
+_HELLO_INTERVAL_SECONDS = 1.0
+# To check whether it was received, a guest reads all guests' hellos, 100 bytes each.
+_HELLO_INTERVAL_FOR_EACH_SECONDS = 0.01
 _READ_WITHIN_SECONDS = 5.0
 # A pause is at most 2 % of the wait before it, because a rank that has waited for minutes is in no
 # hurry.
@@ -182,7 +182,7 @@ def meet(store: AnyStore, rank: int, size: int, meeting: MeetingState, door: str
         rank: this rank's position among the members; 0 is the host.
         size: number of members.
         meeting: shows other threads the progress.
-        door: where the others can reach this rank; one word.
+        door: where the others can reach this rank; text without spaces.
 
     Returns:
         What all ranks have written.
@@ -259,12 +259,12 @@ def _answer(
     """
     nonce = meeting.nonce
     joined: dict[int, str] = {}
-    heard = seen = ""
+    seen_hellos = seen_joined = ""
     pause = _PAUSE_MIN_SECONDS
     while missing := [peer for peer in answered if peer not in joined]:
         meeting.await_rank(missing[0])
-        if (hellos := _read_text(store, _HELLOS) or "") != heard:
-            heard = hellos
+        if (hellos := _read_text(store, _HELLOS) or "") != seen_hellos:
+            seen_hellos = hellos
             new = []
             for peer, number, place in _entries(hellos, answered):
                 if number not in answered[peer]:  # a stale hello is answered, too, without effect
@@ -274,8 +274,8 @@ def _answer(
                 meeting.look_around()
                 store.multi_set(new, [nonce] * len(new))
                 pause = _PAUSE_MIN_SECONDS
-        if (entries := _read_text(store, f"joined/{nonce}") or "") != seen:
-            seen = entries
+        if (entries := _read_text(store, f"joined/{nonce}") or "") != seen_joined:
+            seen_joined = entries
             for peer, number, _ in _entries(entries, answered):
                 if number not in answered[peer]:
                     raise damaged(number)
@@ -292,8 +292,8 @@ def _entries(text: str, guests: Container[int]) -> Iterator[tuple[int, str, str]
         WireError: no rank wrote one of the entries.
     """
     for entry in text.splitlines():
-        peer, _, said = entry.partition(" ")
-        number, _, rest = said.partition(" ")
+        peer, _, tail = entry.partition(" ")
+        number, _, rest = tail.partition(" ")
         if not peer.isdecimal() or int(peer) not in guests or not number:
             raise damaged(entry)
         yield int(peer), number, rest
@@ -413,11 +413,11 @@ def call_the_roll(
     began = time.monotonic()
     expires = began + seconds
     pause = _PAUSE_MIN_SECONDS
-    is_said = False
+    is_reported = False
     while not ours.check(["end"]):
         has_expired = time.monotonic() > expires
-        if not is_said and time.monotonic() > began + REPORTED_AFTER_SECONDS:
-            is_said = True
+        if not is_reported and time.monotonic() > began + REPORTED_AFTER_SECONDS:
+            is_reported = True
             absent = missing()
             come = [each for each in range(size) if each not in absent]
             if rank == come[0] and absent:  # one of them is enough
@@ -490,16 +490,18 @@ def _wait_for(
         meeting: shows whether to keep waiting.
         say_again: called now and then.
     """
-    began = said = time.monotonic()
+    began = sent_at = time.monotonic()
     pause = _PAUSE_MIN_SECONDS
     while (found := _read_text(store, key)) is None:
         meeting.await_rank(0)
         pause = _sleep(pause, size)
         now = time.monotonic()
-        often = max(_SAID_FOR_SECONDS, size * _SAID_FOR_EACH_SECONDS, (now - began) / 10)
-        if say_again is not None and now - said > often:
+        interval = max(
+            _HELLO_INTERVAL_SECONDS, size * _HELLO_INTERVAL_FOR_EACH_SECONDS, (now - began) / 10
+        )
+        if say_again is not None and now - sent_at > interval:
             say_again()
-            said = now
+            sent_at = now
     meeting.await_rank(0)  # the answer may have come after this rank gave up
     return found
 

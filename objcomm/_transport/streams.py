@@ -356,13 +356,13 @@ class StreamLink:
 
     # ------------------------------------------------------------------ connections
 
-    def hear(self, end: socket.socket, received: bytes) -> None:
+    def take_over_caller(self, end: socket.socket, received: bytes) -> None:
         """Take over a caller that came before this link was in use, and what it has sent."""
         with self._lock:
             if self._calling is None:
                 end.close()
             else:
-                self._calling.listen_to(end, received)
+                self._calling.identify_caller(end, received)
 
     def call(self, peer: int) -> None:
         """See ``Connections``."""

@@ -132,7 +132,7 @@ def test_a_look_costs_as_many_questions_for_two_ranks_as_for_thirty(
 
 def test_a_guest_whose_hello_was_removed_says_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host of an earlier meeting removes it just after it was said."""
-    monkeypatch.setattr(rendezvous, "_SAID_FOR_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "_HELLO_INTERVAL_SECONDS", 0.01)
     store = dist.HashStore()
     ours = dist.PrefixStore("objcomm", store)
     with attempts(2) as progress, ThreadPoolExecutor(1) as guest:

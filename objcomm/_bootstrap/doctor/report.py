@@ -98,8 +98,8 @@ def conclusions(found: Sequence[Finding]) -> list[str]:
     lines = []
     for each in found:
         name = f"{each.severity.name} {each.name}"
-        said = ": ".join(filter(None, [name, each.where, each.what]))
-        for text in (said, f"  -> {each.remedy}"):
+        finding = ": ".join(filter(None, [name, each.where, each.what]))
+        for text in (finding, f"  -> {each.remedy}"):
             lines += textwrap.wrap(
                 printable(text),
                 _WIDTH,
