@@ -531,10 +531,9 @@ def _check_numbers(changed: Mapping[str, Any]) -> None:
 def _codecs(accept: Iterable[str], operation: str) -> frozenset[str]:
     names = [accept] if isinstance(accept, str) else _members(accept)
     if names is None or not all(isinstance(each, str) for each in names):
-        said_by = f"{operation}: " if operation else ""
+        prefix = f"{operation}: " if operation else ""
         raise UsageError(
-            f"{said_by}accept={accept!r} must be a list of codec names, such as "
-            "['msgpack'], or None"
+            f"{prefix}accept={accept!r} must be a list of codec names, such as ['msgpack'], or None"
         )
     return frozenset(names)
 
@@ -553,24 +552,23 @@ _BEYOND_CHECKING = frozenset({"numpy.ndarray", "numpy.dtype"})
 
 def _admitted(allow: Iterable[Allowed], operation: str) -> dict[str, Any]:
     """Map the names that a pickle uses for classes and functions to them."""
-    said_by = f"{operation}: " if operation else ""
+    prefix = f"{operation}: " if operation else ""
     admitted = {}
     listed = [allow] if isinstance(allow, str) else _members(allow)
     if listed is None:
         raise UsageError(
-            f"{said_by}allow={allow!r} must be a list of classes, functions and their names, or "
-            "None"
+            f"{prefix}allow={allow!r} must be a list of classes, functions and their names, or None"
         )
     for each in listed:
-        found = _named(each, said_by) if isinstance(each, str) else each
+        found = _named(each, prefix) if isinstance(each, str) else each
         name = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
         if not callable(found) or not name.strip("."):
             raise UsageError(
-                f"{said_by}allow= lists classes, functions and their names, not {each!r}"
+                f"{prefix}allow= lists classes, functions and their names, not {each!r}"
             )
         if name in _BEYOND_CHECKING:
             raise UsageError(
-                f"{said_by}allow= lists {name}, with which any message could end this process; "
+                f"{prefix}allow= lists {name}, with which any message could end this process; "
                 "dtypes and arrays of plain memory need no entry"
             )
         admitted[name] = found
@@ -579,13 +577,11 @@ def _admitted(allow: Iterable[Allowed], operation: str) -> dict[str, Any]:
     return admitted
 
 
-def _named(name: str, said_by: str) -> Any:
+def _named(name: str, prefix: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"{said_by}allow= names {name!r}, which does not exist: {error}"
-        ) from error
+        raise UsageError(f"{prefix}allow= names {name!r}, which does not exist: {error}") from error
 
 
 def seconds_of(operation: str, timeout: float | timedelta) -> float:
@@ -639,9 +635,9 @@ def parse_device(device: DeviceLike, operation: str = "") -> torch.device | None
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        said_by = f"{operation}: " if operation else ""
+        prefix = f"{operation}: " if operation else ""
         raise UsageError(
-            f"{said_by}device={device!r} must be a torch.device, its name or number, or None: "
+            f"{prefix}device={device!r} must be a torch.device, its name or number, or None: "
             f"{error}"
         ) from error
 

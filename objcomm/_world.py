@@ -101,7 +101,7 @@ def process_group_of(group: GroupLike, operation: str = "") -> Any:
         mesh: Any = group
         if mesh.ndim != 1:
             raise UsageError(
-                f"{_said_by(operation)}group= must be a mesh of one dimension, not of {mesh.ndim}; "
+                f"{_prefix(operation)}group= must be a mesh of one dimension, not of {mesh.ndim}; "
                 "slice it: mesh['dp']"
             )
         return mesh.get_group() if mesh.get_coordinate() is not None else None
@@ -109,13 +109,13 @@ def process_group_of(group: GroupLike, operation: str = "") -> Any:
         return None
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError(
-            f"{_said_by(operation)}group={group!r} must be a process group, a device mesh or None; "
+            f"{_prefix(operation)}group={group!r} must be a process group, a device mesh or None; "
             "of a list of ranks objcomm.new_group makes a group"
         )
     return group
 
 
-def _said_by(operation: str) -> str:
+def _prefix(operation: str) -> str:
     """Return the beginning of an error's text."""
     return f"{operation}: " if operation else ""
 
@@ -134,7 +134,7 @@ def refuse_worker(operation: str, rank: int) -> None:
     if worker is not None:
         whose = f"rank {rank}" if rank >= 0 else "a rank"
         raise UsageError(
-            f"{_said_by(operation)}this process is worker {worker.id} of a DataLoader of {whose}, "
+            f"{_prefix(operation)}this process is worker {worker.id} of a DataLoader of {whose}, "
             "and is not a rank itself; make this call in the process that reads from the "
             "DataLoader, or set num_workers=0"
         )
@@ -183,22 +183,22 @@ def group_for_call(group: GroupLike, operation: str = "") -> Any:
             not a group.
         NotInGroupError: this rank is not a member of the group.
     """
-    said_by = _said_by(operation)
+    prefix = _prefix(operation)
     if not is_initialized():
         is_sure = group is not None or tells_no_size()
         promise = "" if is_sure else unjoined_in(os.environ).promise
         if promise:
             refuse_worker(operation, unjoined_in(os.environ).rank)
             raise UsageError(
-                f"{said_by}{promise} says that there are other ranks, but torch.distributed is not "
+                f"{prefix}{promise} says that there are other ranks, but torch.distributed is not "
                 "initialized; make this call after objcomm.init or init_process_group, and before "
                 "objcomm.shutdown or destroy_process_group"
             )
         if is_nobody(group):
-            raise NotInGroupError(f"{said_by}this rank is not a member of this group")
+            raise NotInGroupError(f"{prefix}this rank is not a member of this group")
         if group is not None:
             raise UsageError(
-                f"{said_by}group={group!r} was given, but torch.distributed is not initialized; "
+                f"{prefix}group={group!r} was given, but torch.distributed is not initialized; "
                 "make this call after objcomm.init or init_process_group, and before "
                 "objcomm.shutdown or destroy_process_group, or leave group= out"
             )
@@ -206,7 +206,7 @@ def group_for_call(group: GroupLike, operation: str = "") -> Any:
     process_group = process_group_of(group, operation)
     if process_group is None or process_group.rank() < 0:
         raise NotInGroupError(
-            f"{said_by}global rank {dist.get_rank()} is not a member of this group; "
+            f"{prefix}global rank {dist.get_rank()} is not a member of this group; "
             "let only its members make this call"
         )
     return process_group

@@ -141,9 +141,9 @@ def codec_named(name: object, operation: str = "") -> Codec:
     """
     codec = registry.codecs.get(name) if isinstance(name, str) else None  # a list is not hashable
     if codec is None:
-        said_by = f"{operation}: " if operation else ""
+        prefix = f"{operation}: " if operation else ""
         raise UsageError(
-            f"{said_by}codec={name!r} must be one of {', '.join(registry.names())}; register "
+            f"{prefix}codec={name!r} must be one of {', '.join(registry.names())}; register "
             "another one with objcomm.codecs.register_codec"
         )
     return codec

@@ -89,7 +89,7 @@ class P2PCall:
         accept: Iterable[str] | None = None,
         allow: Iterable[Allowed] | None = None,
         name: str = "",
-        said_by: str = "",
+        reported_as: str = "",
     ) -> None:
         """Check the arguments.
 
@@ -104,8 +104,8 @@ class P2PCall:
             accept: codecs whose messages this rank decodes.
             allow: what a received pickle may name.
             name: the name of the user's call, if it differs from the operation's.
-            said_by: the name of that call in errors about arguments, if it differs from ``name``,
-                which records use.
+            reported_as: the name of that call in errors about arguments, if it differs from
+                ``name``, which records use.
 
         Raises:
             UsageError: an argument is wrong, or this process can't use the group, or this rank is
@@ -114,21 +114,21 @@ class P2PCall:
         """
         self._began = time.perf_counter()
         self._name = name = name or NAMES[self.operation]
-        self._said_by = said_by = said_by or name
-        self.group = whole = resolve(group, said_by)
+        self._reported_as = reported_as = reported_as or name
+        self.group = whole = resolve(group, reported_as)
         self._peers = peers = peers_of(whole)
         if whole.size > 1:
-            whole.check_process(said_by)
+            whole.check_process(reported_as)
         peers.mailbox.check_uninterrupted()
         self._devices = tuple(whole.device_backends) if whole.size > 1 else ()
-        self._coding = coding = Coding.of(codec, device, accept, allow, said_by)
-        self._deadline = deadline = whole.deadline(said_by, timeout, coding.settings)
-        self.tag = tag = None if tag is None else checked_tag(said_by, tag)
+        self._coding = coding = Coding.of(codec, device, accept, allow, reported_as)
+        self._deadline = deadline = whole.deadline(reported_as, timeout, coding.settings)
+        self.tag = tag = None if tag is None else checked_tag(reported_as, tag)
         self.peer = peer = None
         if global_peer is not None or group_peer is not None:
             argument = "dst" if self.operation is Operation.SEND else "src"
-            self.peer = peer = whole.root(said_by, global_peer, group_peer, argument)
-        acts_alone(said_by, whole.ranks, whole.rank)
+            self.peer = peer = whole.root(reported_as, global_peer, group_peer, argument)
+        acts_alone(reported_as, whole.ranks, whole.rank)
         root = -1 if peer is None else peer
         fields = 0, 0, self.operation, whole.rank, root, 0, 0, 0, 0, 0, "", call_site()
         header = made(Header, (*fields, 0, 0, 0, 0, tag or 0, EVERYONE, 0, BLANK, BLANK, 0, ""))
@@ -526,10 +526,10 @@ class Send(P2PCall):
             UsageError: there is no receiver or no tag; only a receive may omit them.
         """
         if self.peer is None:
-            raise UsageError(f"{self._said_by}: pass dst= or group_dst=")
+            raise UsageError(f"{self._reported_as}: pass dst= or group_dst=")
         if self.tag is None:
             raise UsageError(
-                f"{self._said_by}: tag=None is for receives; a message must have a tag"
+                f"{self._reported_as}: tag=None is for receives; a message must have a tag"
             )
         return None if self.peer == self.group.rank else self._peers.pair(self.group, self.peer)
 

@@ -251,7 +251,7 @@ def isend(
         >>> objcomm.recv(0), work.wait()
         ([1, 2], None)
     """
-    p2p_call = Send(dst, group_dst, tag, group, timeout, codec=codec, said_by="isend")
+    p2p_call = Send(dst, group_dst, tag, group, timeout, codec=codec, reported_as="isend")
     return p2p_call.launch(obj)
 
 
@@ -293,7 +293,7 @@ def irecv(
         'late'
     """
     options: _Decoding = {"device": device, "accept": accept, "allow": allow}
-    p2p_call = Receive(src, group_src, tag, group, timeout, **options, said_by="irecv")
+    p2p_call = Receive(src, group_src, tag, group, timeout, **options, reported_as="irecv")
     return p2p_call.launch()
 
 
@@ -431,10 +431,12 @@ def sendrecv(
     incoming_tag: int | None = tag
     if recv_tag != "same":
         incoming_tag = None if recv_tag is None else checked_tag("sendrecv", recv_tag, "recv_tag")
-    outgoing = Send(dst, group_dst, tag, group, timeout, codec=codec, said_by="sendrecv")
+    outgoing = Send(dst, group_dst, tag, group, timeout, codec=codec, reported_as="sendrecv")
     # Before anything is sent, because its arguments may be invalid, too.
     options: _Decoding = {"device": device, "accept": accept, "allow": allow}
-    incoming = Receive(src, group_src, incoming_tag, group, timeout, **options, said_by="sendrecv")
+    incoming = Receive(
+        src, group_src, incoming_tag, group, timeout, **options, reported_as="sendrecv"
+    )
     incoming.has_envelope = with_envelope
     sending = outgoing.launch(obj, is_kept=False)
     try:
@@ -634,13 +636,13 @@ class Message:
         options: _Decoding = {"device": device, "accept": accept, "allow": allow}
         return self._taken(timeout, "irecv", options).launch()
 
-    def _taken(self, timeout: Timeout, said_by: str, options: _Decoding) -> HeldReceive:
+    def _taken(self, timeout: Timeout, reported_as: str, options: _Decoding) -> HeldReceive:
         """Return the only receive of this message, after checking the arguments."""
         for group, _, arrival in self._held:
             if arrival.mesh is not None:
                 group.check_process("recv")
             p2p_call = HeldReceive(
-                None, arrival.peer, arrival.tag, group, timeout, **options, said_by=said_by
+                None, arrival.peer, arrival.tag, group, timeout, **options, reported_as=reported_as
             )
             p2p_call.arrival = arrival
             if self._let_go():

@@ -164,37 +164,37 @@ def operator_for(
             invalid, or does not apply to this operator.
     """
     found = _operator_of(op)
-    said_by = f"{operation}: " if operation else ""
+    prefix = f"{operation}: " if operation else ""
     if found is None:
         known = OPERATORS_ELSEWHERE.get(op.lower()) if isinstance(op, str) else None
         hint = f"; it is called {known!r} here" if known else ""
         raise UsageError(
-            f"{said_by}op={op!r} must be a callable of two objects, an objcomm.Op or one of "
+            f"{prefix}op={op!r} must be a callable of two objects, an objcomm.Op or one of "
             f"{', '.join(sorted(_NAMED))}{hint}"
         )
     if missing not in ("error", "skip"):  # not a set, because a list is not hashable
-        raise UsageError(f"{said_by}missing={missing!r} must be 'error' or 'skip'")
+        raise UsageError(f"{prefix}missing={missing!r} must be 'error' or 'skip'")
     if missing == "skip" and found.elementwise is None:
         raise UsageError(
-            f"{said_by}missing='skip' works only with the named ops that combine leaf by leaf"
+            f"{prefix}missing='skip' works only with the named ops that combine leaf by leaf"
         )
     if dtype is None and missing == "error":
         return found
     if dtype is not None:
-        _check_dtype(found, dtype, said_by)
+        _check_dtype(found, dtype, prefix)
     return replace(found, dtype=dtype, may_lack=missing == "skip")
 
 
-def _check_dtype(operator: Operator, dtype: object, said_by: str) -> None:
+def _check_dtype(operator: Operator, dtype: object, prefix: str) -> None:
     if not isinstance(dtype, torch.dtype):
-        raise UsageError(f"{said_by}dtype={dtype!r} must be a torch.dtype or None")
+        raise UsageError(f"{prefix}dtype={dtype!r} must be a torch.dtype or None")
     if not _has_fractions(dtype):
         raise UsageError(
-            f"{said_by}dtype={dtype} is not a floating-point dtype; without dtype=, "
+            f"{prefix}dtype={dtype} is not a floating-point dtype; without dtype=, "
             "integers are summed exactly"
         )
     if operator.name not in _ADDING:
-        raise UsageError(f"{said_by}dtype= is for sum, prod and mean, not for {operator.name!r}")
+        raise UsageError(f"{prefix}dtype= is for sum, prod and mean, not for {operator.name!r}")
 
 
 def _operator_of(op: object) -> Operator | None:
