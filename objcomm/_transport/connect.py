@@ -25,9 +25,9 @@ from objcomm._transport.doors import (
     OWN_FAULTS,
     Door,
     Doors,
+    Endpoint,
     Handshakes,
     OtherKeyError,
-    Place,
     called_at,
     own_addresses,
 )
@@ -108,9 +108,9 @@ class _Refusal(NamedTuple):
     reason: str = ""
     is_final: bool = False
 
-    def error(self, places: Mapping[int, Place]) -> LinkRefused | LinkUnreachable:
+    def error(self, endpoints: Mapping[int, Endpoint]) -> LinkRefused | LinkUnreachable:
         """Return it as an error that names the hosts."""
-        hosts = [places[each].host for each in (self.rank, *self.peers)]
+        hosts = [endpoints[each].host for each in (self.rank, *self.peers)]
         if not self.peers:
             return LinkRefused(f"rank {self.rank} (host {hosts[0]}) {self.reason}", self.rank)
         if len(self.peers) == 1:
@@ -193,10 +193,10 @@ def connect(  # noqa: PLR0917  # the ranks, and callbacks
     with Door.opened(
         settings.chosen_transport, own_addresses(store.shared.port), settings.chosen_ports
     ) as door:
-        met = meet(store, place, size, meeting, door.place.text())
+        met = meet(store, place, size, meeting, door.endpoint.text())
         ranks = _Ranks(
             rank,
-            dict(zip(members, map(Place.of, met.doors), strict=True)),
+            dict(zip(members, map(Endpoint.of, met.doors), strict=True)),
             dict(zip(members, met.hosts, strict=True)),
             Handshakes(meeting.session, secret),
             under(store, f"objcomm/{meeting.nonce}"),
@@ -204,7 +204,7 @@ def connect(  # noqa: PLR0917  # the ranks, and callbacks
         on_met([each for each in ranks.others if ranks.hosts[each] == ranks.hosts[rank]])
         refusal = ranks.lack()
         if refusal is None:
-            doors = Doors(door, ranks.places, ranks.hosts, rank, ranks.handshakes, on_refused)
+            doors = Doors(door, ranks.endpoints, ranks.hosts, rank, ranks.handshakes, on_refused)
             link = _joined(_Joining(doors, ranks.store, deadline, meeting), on_loss)
             if link is not None:
                 forget(store, meeting.nonce, size, ())
@@ -212,8 +212,8 @@ def connect(  # noqa: PLR0917  # the ranks, and callbacks
             refusal = ranks.refusal(_FAILED)
             if refusal is None:
                 raise damaged(_FAILED)  # this rank or another one has written it
-    if refusal.is_final or any(each.transport == "streams" for each in ranks.places.values()):
-        raise refusal.error(ranks.places)
+    if refusal.is_final or any(each.transport == "streams" for each in ranks.endpoints.values()):
+        raise refusal.error(ranks.endpoints)
     with lent as own:
         in_gloo = dist.PrefixStore(ranks.store.prefix, own)
         far = _over_gloo(ranks, in_gloo, refusal, deadline, meeting)
@@ -227,14 +227,14 @@ class _Ranks(NamedTuple):
 
     Attributes:
         rank: this rank.
-        places: where each rank can be reached.
+        endpoints: where each rank can be reached.
         hosts: host number of each rank.
         handshakes: computes the handshakes.
         store: used for this meeting only.
     """
 
     rank: int
-    places: Mapping[int, Place]
+    endpoints: Mapping[int, Endpoint]
     hosts: Mapping[int, int]
     handshakes: Handshakes
     store: StorePart
@@ -242,15 +242,15 @@ class _Ranks(NamedTuple):
     @property
     def others(self) -> list[int]:
         """All ranks but this one."""
-        return [each for each in self.places if each != self.rank]
+        return [each for each in self.endpoints if each != self.rank]
 
     def lack(self) -> _Refusal | None:
         """Return why they can't even try to connect by streams; None if they can."""
         is_on_one_host = len(set(self.hosts.values())) == 1
-        for rank, each in self.places.items():
+        for rank, each in self.endpoints.items():
             if each.transport == "gloo":
                 return _Refusal(rank, reason='has chosen transport="gloo"')
-        for rank, each in self.places.items():
+        for rank, each in self.endpoints.items():
             if not each.name or not (each.port or is_on_one_host):
                 return _Refusal(rank, reason=f"can't let others connect: {each.lacks}")
         return None
@@ -265,7 +265,7 @@ class _Ranks(NamedTuple):
         if raw is None:
             return None
         refusal = unpack_record(raw, _Refusal, "a refusal")
-        if not self.places.keys() >= {refusal.rank, *refusal.peers}:
+        if not self.endpoints.keys() >= {refusal.rank, *refusal.peers}:
             raise damaged(raw)
         return refusal
 
@@ -284,7 +284,7 @@ def _over_gloo(
         LinkError: see ``connect``.
         GivenUpError: no rank waits for them any more.
     """
-    why, members = refusal.error(ranks.places), tuple(ranks.places)
+    why, members = refusal.error(ranks.endpoints), tuple(ranks.endpoints)
     if isinstance(why, LinkUnreachable):
         meeting.unreachable = why
         deadline = Deadline(min(deadline.seconds_left, _GLOO_SECONDS), deadline.settings)
@@ -305,11 +305,11 @@ def _over_gloo(
             raise GivenUpError from error
         unproven = ranks.refusal(_UNPROVEN)
         if unproven is not None:
-            raise unproven.error(ranks.places) from error
+            raise unproven.error(ranks.endpoints) from error
         if meeting.unreachable is None:
             raise
         raise meeting.unreachable from error
-    if ranks.places[ranks.rank].transport != "gloo":
+    if ranks.endpoints[ranks.rank].transport != "gloo":
         meeting.without_streams = why.reason
     return link
 
@@ -342,7 +342,7 @@ def _prove(link: GlooLink, ranks: _Ranks, deadline: Deadline, meeting: MeetingSt
         if reason:
             refusal = _Refusal(ranks.rank, (peer,), reason)
             _report_refusal(ranks.store, _UNPROVEN, refusal)
-            raise refusal.error(ranks.places)
+            raise refusal.error(ranks.endpoints)
     for each in going:
         link.wait(each, min(deadline.left(), CONNECT_MAX))
 

@@ -59,7 +59,7 @@ class OtherKeyError(PermissionError):
         self.peer = peer
 
 
-class Place(NamedTuple):
+class Endpoint(NamedTuple):
     """Where a rank can be reached; encoded as text without spaces for the other ranks.
 
     Attributes:
@@ -85,7 +85,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Return the place that ``text`` encodes.
+        """Return the endpoint that ``text`` encodes.
 
         Raises:
             WireError: no rank wrote it.
@@ -106,12 +106,12 @@ class Door:
     """Where other ranks reach this one while they connect; a context manager that closes it.
 
     Attributes:
-        place: what the others learn about it.
+        endpoint: what the others learn about it.
         listeners: sockets on which others call: first that for this host, then that for others.
     """
 
-    def __init__(self, place: Place, listeners: tuple[socket.socket, ...] = ()) -> None:
-        self.place = place
+    def __init__(self, endpoint: Endpoint, listeners: tuple[socket.socket, ...] = ()) -> None:
+        self.endpoint = endpoint
         self.listeners = listeners
 
     @classmethod
@@ -125,29 +125,29 @@ class Door:
             addresses: this host's addresses for other hosts.
             ports: allowed ports for other hosts; any if empty.
         """
-        place = Place(transport, socket.gethostname())
+        endpoint = Endpoint(transport, socket.gethostname())
         if transport == "gloo":
-            return cls(place)
+            return cls(endpoint)
         if not hasattr(select, "epoll"):
-            return cls(place._replace(lacks="only Linux has what they need"))
+            return cls(endpoint._replace(lacks="only Linux has what they need"))
         with contextlib.ExitStack() as undo:
             try:
                 near = undo.enter_context(socket.socket(socket.AF_UNIX))
-                place = place._replace(name=secrets.token_hex(16))
-                near.bind(_unix_address(place.name))
+                endpoint = endpoint._replace(name=secrets.token_hex(16))
+                near.bind(_unix_address(endpoint.name))
                 near.listen(socket.SOMAXCONN)  # unknown processes wait there, too
                 near.settimeout(0)
             except OSError as error:
-                return cls(_without(place._replace(name=""), error))
+                return cls(_without(endpoint._replace(name=""), error))
             listeners = [near]
             try:
                 far = undo.enter_context(_listener(addresses, ports))
                 listeners.append(far)
-                place = place._replace(port=far.getsockname()[1], addresses=tuple(addresses))
+                endpoint = endpoint._replace(port=far.getsockname()[1], addresses=tuple(addresses))
             except OSError as error:
-                place = _without(place, error)
+                endpoint = _without(endpoint, error)
             undo.pop_all()
-        return cls(place, tuple(listeners))
+        return cls(endpoint, tuple(listeners))
 
     def __enter__(self) -> Self:
         return self
@@ -157,11 +157,11 @@ class Door:
             each.close()
 
 
-def _without(place: Place, error: OSError) -> Place:
-    """Return a place that lacks something. If this process is at fault, all ranks must raise."""
+def _without(endpoint: Endpoint, error: OSError) -> Endpoint:
+    """Return one that lacks something; if this process is at fault, all ranks must raise."""
     is_own = error.errno in OWN_FAULTS or error.errno == errno.EADDRINUSE
-    return place._replace(
-        transport="streams" if is_own else place.transport, lacks=error.strerror or str(error)
+    return endpoint._replace(
+        transport="streams" if is_own else endpoint.transport, lacks=error.strerror or str(error)
     )
 
 
@@ -332,7 +332,7 @@ class Doors:
     def __init__(  # noqa: PLR0917  # facts about all ranks
         self,
         door: Door,
-        places: Mapping[int, Place],
+        endpoints: Mapping[int, Endpoint],
         hosts: Mapping[int, int],
         rank: int,
         handshakes: Handshakes,
@@ -342,7 +342,7 @@ class Doors:
 
         Args:
             door: this rank's.
-            places: of all ranks.
+            endpoints: of all ranks.
             hosts: host number of each rank.
             rank: this rank.
             handshakes: computes the handshakes.
@@ -353,15 +353,16 @@ class Doors:
         self.listeners = [near] * (not all(is_far)) + far * any(is_far)
         self.rank = rank
         self.hosts = dict(hosts)
-        self.others = sorted(each for each in places if each != rank)
+        self.others = sorted(each for each in endpoints if each != rank)
         self.on_refused = on_refused
-        self._places = dict(places)
+        self._endpoints = dict(endpoints)
         # Another host may share an address with this one; a call to it would end here.
         interfaces = interface_addresses() if any(is_far) else {}
         own = {each for of in interfaces.values() for each in of}
         self._ways = {
-            peer: [each for each in place.addresses if each not in own] or list(place.addresses)
-            for peer, place in places.items()
+            peer: [each for each in endpoint.addresses if each not in own]
+            or list(endpoint.addresses)
+            for peer, endpoint in endpoints.items()
         }
         self._handshakes = handshakes
 
@@ -389,13 +390,13 @@ class Doors:
             if self.is_near(peer):
                 end = undo.enter_context(socket.socket(socket.AF_UNIX))
                 end.settimeout(0)
-                end.connect(_unix_address(self._places[peer].name))
+                end.connect(_unix_address(self._endpoints[peer].name))
                 if _uid_of(end) != os.geteuid():
                     raise PermissionError(errno.EACCES, f"it runs as user {_uid_of(end)}")
                 end.sendall(self.handshake_to(peer))
                 unsent, where = b"", ""
             else:
-                port, ways = self._places[peer].port, self._ways[peer]
+                port, ways = self._endpoints[peer].port, self._ways[peer]
                 address = ways[way % len(ways)]
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
                 end = undo.enter_context(socket.socket(family))

@@ -233,7 +233,7 @@ def test_ranks_of_several_hosts_are_reached_at_the_ports_that_were_chosen() -> N
 
         def noted(*arguments: Any) -> Any:
             door = opened(*arguments)
-            found.append(door.place.port)
+            found.append(door.endpoint.port)
             return door
 
         with mock.patch.object(doors.Door, "opened", noted):
@@ -328,7 +328,8 @@ def test_a_process_that_passes_on_what_two_ranks_say_gets_no_further() -> None:
         if way:
             return real
         real.socket.close()
-        threads.append(threading.Thread(target=pass_on, args=[(address, ours._places[peer].port)]))  # noqa: SLF001  # the process has read the store
+        there = address, ours._endpoints[peer].port  # noqa: SLF001  # the process has read the store
+        threads.append(threading.Thread(target=pass_on, args=[there]))
         threads[0].start()
         end = socket.create_connection((address, port))
         end.settimeout(0)
@@ -464,13 +465,17 @@ def test_strangers_get_nothing_and_hold_nobody_up(kind: str, word: bytes) -> Non
         for _ in range(2):
             if kind == _UNIX:
                 stranger = socket.socket(socket.AF_UNIX)
-                stranger.connect(f"\0objcomm/{door.place.name}")
+                stranger.connect(f"\0objcomm/{door.endpoint.name}")
             else:
-                stranger = socket.create_connection((door.place.addresses[0], door.place.port))
+                stranger = socket.create_connection(
+                    (door.endpoint.addresses[0], door.endpoint.port)
+                )
             stranger.sendall(word)
             strangers.append(stranger)
         if kind == _TCP:  # and one that has already left
-            with socket.create_connection((door.place.addresses[0], door.place.port)) as stranger:
+            with socket.create_connection(
+                (door.endpoint.addresses[0], door.endpoint.port)
+            ) as stranger:
                 stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         return door
 
@@ -497,7 +502,7 @@ def test_refused_connections_are_counted_and_logged() -> None:
             door = opened(*arguments)
             for _ in range(2):
                 stranger = strangers.enter_context(socket.socket(socket.AF_UNIX))
-                stranger.connect(f"\0objcomm/{door.place.name}")
+                stranger.connect(f"\0objcomm/{door.endpoint.name}")
                 stranger.sendall(bytes(doors.Handshakes.nbytes))
             return door
 

@@ -58,12 +58,12 @@ def behind_doors(
 ) -> Iterator[list[StreamLink]]:
     """Yield links like those of ``joined``, but none of them connected yet."""
     doors = {rank: Door.opened("streams", ["127.0.0.1"]) for rank in range(size)}
-    places = {rank: door.place for rank, door in doors.items()}
+    endpoints = {rank: door.endpoint for rank, door in doors.items()}
     hosts = {rank: rank * across for rank in doors}
-    words = Handshakes("5e" * 32, None)
+    handshakes = Handshakes("5e" * 32, None)
     links = []
     for rank, door in doors.items():
-        theirs = Doors(door, places, hosts, rank, words)
+        theirs = Doors(door, endpoints, hosts, rank, handshakes)
         links.append(
             StreamLink(
                 rank, {}, hosts, doors=theirs, listeners=door.listeners, lost_seconds=lost_seconds

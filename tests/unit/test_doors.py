@@ -62,7 +62,7 @@ def _is_heard_at(door: Door, address: str) -> bool:
     """Return whether a caller that introduces itself there can be let in."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as end:
-        if end.connect_ex((address, door.place.port)):
+        if end.connect_ex((address, door.endpoint.port)):
             return False
         end.send(b"!")
         watched = select.poll()
@@ -82,7 +82,7 @@ def test_a_door_with_one_address_is_open_there_alone() -> None:
 @pytest.mark.parametrize("addresses", [("127.0.0.1", "127.0.0.2"), ("127.0.0.1", "::1")], ids=str)
 def test_a_door_is_open_at_all_of_its_addresses(addresses: tuple[str, ...]) -> None:
     with _opened(*addresses) as door:
-        assert door.place.addresses == addresses
+        assert door.endpoint.addresses == addresses
         assert all(_is_heard_at(door, each) for each in addresses)
 
 
@@ -90,12 +90,14 @@ def test_each_door_has_a_port_of_the_range_and_one_more_says_that_none_is_free()
     first = free_port()
     ports = range(first, first + 2)
     with ExitStack() as opened:
-        places = [opened.enter_context(_opened("127.0.0.1", ports=ports)).place for _ in ports]
-        assert sorted(each.port for each in places) == list(ports)
-        place = opened.enter_context(_opened("127.0.0.1", ports=ports)).place
-    assert place.port == 0
-    assert place.lacks == f"none of the ports {first}-{first + 1} is free (OBJCOMM_PORTS)"
-    assert place.transport == "streams"  # so that no rank falls back to Gloo
+        endpoints = [
+            opened.enter_context(_opened("127.0.0.1", ports=ports)).endpoint for _ in ports
+        ]
+        assert sorted(each.port for each in endpoints) == list(ports)
+        endpoint = opened.enter_context(_opened("127.0.0.1", ports=ports)).endpoint
+    assert endpoint.port == 0
+    assert endpoint.lacks == f"none of the ports {first}-{first + 1} is free (OBJCOMM_PORTS)"
+    assert endpoint.transport == "streams"  # so that no rank falls back to Gloo
 
 
 def test_a_port_can_be_used_again_though_its_connections_have_not_ended() -> None:
@@ -109,7 +111,7 @@ def test_a_port_can_be_used_again_though_its_connections_have_not_ended() -> Non
             assert watched.poll(60e3)
             ends.enter_context(door.listeners[1].accept()[0])
         with _opened("127.0.0.1", ports=range(port, port + 1)) as again:
-            assert again.place.port == port
+            assert again.endpoint.port == port
 
 
 @pytest.mark.parametrize(
@@ -124,14 +126,14 @@ def test_a_process_without_room_is_no_reason_for_another_transport(
 
     monkeypatch.setattr(doors, "_listener", refuse)
     with _opened("127.0.0.1") as door:
-        assert door.place.transport == transport
-        assert door.place.lacks == os.strerror(error)
+        assert door.endpoint.transport == transport
+        assert door.endpoint.lacks == os.strerror(error)
 
 
 def test_a_rank_that_chose_gloo_opens_no_door() -> None:
     with Door.opened("gloo", ["127.0.0.1"]) as door:
         assert not door.listeners
-        assert not door.place.lacks
+        assert not door.endpoint.lacks
 
 
 def test_another_users_process_is_sent_away_before_it_says_anything(
@@ -139,10 +141,10 @@ def test_another_users_process_is_sent_away_before_it_says_anything(
 ) -> None:
     refused: list[str] = []
     with _opened("127.0.0.1") as door:
-        words = Handshakes(_SESSION, None)
-        places = {0: door.place, 1: door.place}
-        ours = doors.Doors(door, places, {0: 0, 1: 0}, 0, words, refused.append)
-        end = doors.Doors(door, places, {0: 0, 1: 0}, 1, words).call(0).socket
+        handshakes = Handshakes(_SESSION, None)
+        endpoints = {0: door.endpoint, 1: door.endpoint}
+        ours = doors.Doors(door, endpoints, {0: 0, 1: 0}, 0, handshakes, refused.append)
+        end = doors.Doors(door, endpoints, {0: 0, 1: 0}, 1, handshakes).call(0).socket
         with end, monkeypatch.context() as patch:
             patch.setattr(doors, "_uid_of", lambda _: os.geteuid() + 1)
             assert not list(ours.accept(ours.listeners[0]))
@@ -181,11 +183,11 @@ def test_an_address_of_the_own_host_is_no_way_to_another_one(
     """Any process of this host may listen there, but ranks on one machine may have no other one."""
     monkeypatch.setattr(doors, "interface_addresses", lambda: {"eth0": list(own)})
     with _opened("127.0.0.1") as door:
-        places = {
-            0: door.place,
-            1: door.place._replace(addresses=theirs, port=free_port()),
+        endpoints = {
+            0: door.endpoint,
+            1: door.endpoint._replace(addresses=theirs, port=free_port()),
         }
-        found = doors.Doors(door, places, {0: 0, 1: 1}, 0, Handshakes(_SESSION, None))
+        found = doors.Doors(door, endpoints, {0: 0, 1: 1}, 0, Handshakes(_SESSION, None))
         assert found.ways_to(1) == ways
         if own != theirs and ways == 1:
             assert found._ways[1] == ["10.0.0.8"]  # noqa: SLF001  # no network here could show it
@@ -195,8 +197,8 @@ def test_a_door_where_too_many_wait_says_so_at_once(monkeypatch: pytest.MonkeyPa
     """Otherwise a caller would wait in the kernel while strangers occupy the backlog."""
     monkeypatch.setattr(socket, "SOMAXCONN", 1)
     with Door.opened("auto", ["127.0.0.1"]) as door, ExitStack() as ends:
-        words, places = Handshakes(_SESSION, None), {0: door.place, 1: door.place}
-        caller = doors.Doors(door, places, {0: 0, 1: 0}, 1, words)
+        handshakes, endpoints = Handshakes(_SESSION, None), {0: door.endpoint, 1: door.endpoint}
+        caller = doors.Doors(door, endpoints, {0: 0, 1: 0}, 1, handshakes)
 
         def is_full() -> bool:
             try:
@@ -205,4 +207,4 @@ def test_a_door_where_too_many_wait_says_so_at_once(monkeypatch: pytest.MonkeyPa
                 return True
             return False
 
-        wait_until(is_full, "the places to be taken")
+        wait_until(is_full, "the endpoints to be taken")

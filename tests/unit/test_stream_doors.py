@@ -127,7 +127,7 @@ def test_strangers_at_the_door_are_sent_away(said: str) -> None:
             "another rank's word": doors.handshake_to(1),
             "no word": bytes(doors.handshake_nbytes),
         }
-        address = f"\0objcomm/{doors._places[0].name}"  # noqa: SLF001  # likewise
+        address = f"\0objcomm/{doors._endpoints[0].name}"  # noqa: SLF001  # likewise
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect(address)
             stranger.sendall(words[said] + frame(Kind.MESSAGE, nbytes=9) + bytes(9))

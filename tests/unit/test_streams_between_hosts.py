@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from objcomm._transport import connection
-from objcomm._transport.doors import Place
+from objcomm._transport.doors import Endpoint
 from objcomm._transport.frames import Kind
 from objcomm._transport.link import HOST_LOST, LinkClosed, payload_tag
 from objcomm._transport.streams import StreamLink
@@ -66,10 +66,10 @@ def test_a_rank_of_this_host_comes_by_a_unix_socket_and_one_of_another_does_not(
 ) -> None:
     with behind_doors(across=not is_near) as links:
         doors = doors_of(links[0])
-        place = doors._places[0]  # noqa: SLF001  # there is no public way
-        family, door = socket.AF_UNIX, cast("Any", f"\0objcomm/{place.name}")
+        endpoint = doors._endpoints[0]  # noqa: SLF001  # there is no public way
+        family, door = socket.AF_UNIX, cast("Any", f"\0objcomm/{endpoint.name}")
         if is_near:
-            family, door = socket.AF_INET, (place.addresses[0], place.port)
+            family, door = socket.AF_INET, (endpoint.addresses[0], endpoint.port)
         with socket.socket(family) as stranger, suppress(ConnectionRefusedError):
             stranger.connect(door)
             assert doors.caller(stranger, doors.handshake_from(1)) is None
@@ -225,8 +225,8 @@ def test_a_stranger_that_resets_its_connection_is_sent_away() -> None:
     with behind_doors(across=True) as links:
         doors = doors_of(links[0])
         for _ in range(3):
-            place = doors._places[0]  # noqa: SLF001  # likewise
-            stranger = socket.create_connection((place.addresses[0], place.port))
+            endpoint = doors._endpoints[0]  # noqa: SLF001  # likewise
+            stranger = socket.create_connection((endpoint.addresses[0], endpoint.port))
             stranger.sendall(b"a")  # otherwise it is not let in
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             stranger.close()
@@ -272,13 +272,13 @@ def test_a_call_that_the_system_gives_up_is_made_again(monkeypatch: pytest.Monke
 def test_where_a_rank_can_be_reached_is_one_word(
     name: str, addresses: tuple[str, ...], lacks: str
 ) -> None:
-    place = Place("auto", "host-7", name, 29500 if addresses else 0, lacks, addresses)
-    assert Place.of(place.text()) == place
-    assert not set(place.text()) & {" ", "/"}
+    endpoint = Endpoint("auto", "host-7", name, 29500 if addresses else 0, lacks, addresses)
+    assert Endpoint.of(endpoint.text()) == endpoint
+    assert not set(endpoint.text()) & {" ", "/"}
 
 
 @pytest.mark.parametrize(
-    "told",
+    "sent",
     [
         "",
         "-",
@@ -293,6 +293,6 @@ def test_where_a_rank_can_be_reached_is_one_word(
         f"any,host,{'5e' * 16},29500,,10.0.0.7",
     ],
 )
-def test_a_place_that_no_rank_told_is_refused(told: str) -> None:
+def test_an_endpoint_that_no_rank_sent_is_refused(sent: str) -> None:
     with pytest.raises(WireError, match="holds data that objcomm did not write"):
-        Place.of(told)
+        Endpoint.of(sent)

@@ -102,8 +102,8 @@ def answering(address: str, token: str, ports: Sequence[int] = ()) -> Iterator[i
         OSError: it can't listen there.
     """
     with Door.opened("streams", [address], ports) as door:
-        if not door.place.port:
-            raise OSError(door.place.lacks)
+        if not door.endpoint.port:
+            raise OSError(door.endpoint.lacks)
         listener = door.listeners[-1]
         listener.settimeout(None)
         answer = threading.Thread(
@@ -111,7 +111,7 @@ def answering(address: str, token: str, ports: Sequence[int] = ()) -> Iterator[i
         )
         answer.start()
         try:
-            yield door.place.port
+            yield door.endpoint.port
         finally:
             listener.shutdown(socket.SHUT_RDWR)  # ends the wait for callers
             answer.join()
