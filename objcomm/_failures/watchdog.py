@@ -253,6 +253,9 @@ class Watchdog(threading.Thread):
         main, error = threading.main_thread(), getattr(sys, "last_value", None)
         if main.is_alive() or error is None:
             return
+        # Without such a thread the interpreter is about to end, and says where this rank was.
+        if all(each.daemon or each is main for each in threading.enumerate()):
+            return
         ended = f"its main thread ended with {brief_text_of(error)}"
         reason = f"{ended}, and another thread is still running"
         for mesh in self._all_meshes():

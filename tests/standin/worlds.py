@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from tests.standin import backend, device
+from tests.waits import wait_until
 from tests.workers import here
 
 BOTH = "cpu:gloo,standin:standin"
@@ -62,3 +63,8 @@ def own_device() -> torch.device:
 def copies() -> list[str]:
     """List the copies to or from the CPU that were queued since the last call."""
     return [each.name for each in device.queued() if "cpu" in each.name]
+
+
+def assert_is_free(at: int, nbytes: int) -> None:
+    """Wait until no more memory than so much is allocated on a device."""
+    wait_until(lambda: device.memory_allocated(at) <= nbytes, "the memory is free")
