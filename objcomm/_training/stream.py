@@ -14,7 +14,15 @@ import itertools
 import sys
 import threading
 from collections import deque
-from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from typing import Any, Generic, Self, TypeVar, Unpack, overload
 
 from objcomm._algorithms import routes
@@ -36,15 +44,24 @@ from objcomm._config import (
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._observe.history import call_site
 from objcomm._observe.published import fold, folded
-from objcomm._wire.failure_message import failure_of, failures_in, raise_together
+from objcomm._wire.failure_message import (
+    failure_message,
+    failure_of,
+    failures_in,
+    raise_together,
+)
 from objcomm._wire.header import Operation, Status
-from objcomm.errors import CollectiveError, DecodeError, ObjcommError, UsageError
+from objcomm.errors import CollectiveError, DecodeError, ObjcommError, RankFailure, UsageError
 
 T = TypeVar("T")
 
 _NAME = "stream"
 _EXHAUSTED: Any = object()
 _ITERABLE = "__iter__", "__aiter__", "__getitem__"
+
+# Ranks also agree on a stream whose objects one of them refuses.
+_CODEC = "msgpack"
+_PLAIN: dict[str, Any] = {"codec": _CODEC, "accept": (_CODEC,), "allow": None}
 
 
 class _Feed(Generic[T]):
@@ -59,6 +76,7 @@ class _Feed(Generic[T]):
         reports: how many reports the source has taken, or this rank has made.
         is_leaving: whether this rank leaves the stream.
         is_left: on the source, whether another rank is known to leave the stream.
+        failures: why ranks leave that could not rebuild an object, by rank of the user's group.
         is_over: whether the last message was sent or received.
     """
 
@@ -70,6 +88,7 @@ class _Feed(Generic[T]):
         members: Sequence[int],
         created_at: str,
         lane_name: str,
+        is_batched: bool,
         window: int,
         every: int,
         options: dict[str, Any],
@@ -82,6 +101,7 @@ class _Feed(Generic[T]):
             members: the ranks of ``group``, as ranks of the user's group.
             created_at: the user's line, for errors.
             lane_name: the lane of the objects; that of the reports has a longer name.
+            is_batched: whether messages contain lists of objects, not single objects.
             window: how many batches may be sent that a rank has not finished with.
             every: ranks report after so many batches.
             options: the options of each call.
@@ -90,7 +110,7 @@ class _Feed(Generic[T]):
         self._group, self._root, self._source = group, root, members[root]
         self._created_at = created_at
         self._lane_name = lane_name
-        self._window, self._every = window, every
+        self._is_batched, self._window, self._every = is_batched, window, every
         self._options = options
         mesh = group.mesh
         self._nonce = "" if mesh is None or mesh.verdict is not None else mesh.nonce
@@ -99,6 +119,7 @@ class _Feed(Generic[T]):
         self._awaited = 0  # reports that the source has begun to take
         self.batches = self.reports = 0
         self.is_leaving = self.is_left = self.is_over = False
+        self.failures: dict[int, RankFailure] = {}
 
     @property
     def has_room(self) -> bool:
@@ -139,24 +160,28 @@ class _Feed(Generic[T]):
         return None if verdict is None else verdict.within(self.members)
 
     def give(
-        self, batch: Sequence[T], error: BaseException | None = None, *, is_async: bool
+        self, batch: Sequence[T], failures: Collection[RankFailure] = (), *, is_async: bool
     ) -> Work[None] | None:
-        """Send a batch; an empty one is the end of the stream, or the error that has ended it."""
+        """Send a batch; an empty one is the end of the stream, or the failures that end it."""
 
         def first(call: Call) -> Callable[[], None]:
             if batch:
-                mine = call.message(batch)
-            elif error is None:
-                mine = call.announcement(Status.ENDED)
+                mine = call.message(batch if self._is_batched else batch[0])
+                if mine.header.status == Status.FAILURE:  # numbered as in the user's group
+                    own = failures_in([mine]).values()
+                    named = [dataclasses.replace(each, rank=self._source) for each in own]
+                    mine = failure_message(call.exchange.header, named)
+            elif failures:
+                mine = failure_message(call.exchange.header, failures)
             else:
-                mine = call.failure(error)
+                mine = call.announcement(Status.ENDED)
             self.is_over = mine.header.status != Status.VALUE
             self.batches += not self.is_over
 
             def rest() -> None:
                 with call.exchange as exchange:
                     routes.broadcast(exchange, mine, call.root)
-                if error is None:
+                if not failures:
                     call.raise_failures([mine])
 
             return rest
@@ -177,16 +202,20 @@ class _Feed(Generic[T]):
                 self.batches += not self.is_over
                 if self.is_leaving:
                     return
-                for each in failures_in([message]).values():
-                    failure = dataclasses.replace(each, rank=self._source)
-                    raise_together(_NAME, {self._source: failure}, None, call.rank)
+                own = self.members[call.rank]
+                raise_together(_NAME, failures_in([message]), None, own)
                 if self.is_over:
                     return
+                self.failures.clear()  # an object that could not be rebuilt was skipped
                 try:
-                    ready.extend(call.decode_as(message, _is_batch, "a batch of a stream"))
-                except DecodeError as failure:
-                    if failure.origin is not None:
-                        failure.origin = failure.origin._replace(rank=self._source)
+                    if self._is_batched:
+                        ready.extend(call.decode_as(message, _is_batch, "a batch of a stream"))
+                    else:
+                        ready.append(call.decode(message))
+                except DecodeError as error:
+                    if error.origin is not None:
+                        error.origin = error.origin._replace(rank=self._source)
+                    self.failures[own] = failure_of(error, own, self._created_at)
                     raise
 
             return rest
@@ -197,13 +226,18 @@ class _Feed(Generic[T]):
         """Report that this rank has finished with all batches; on the source, take a report."""
 
         def first(call: Call) -> Callable[[], None]:
-            mine = call.announcement(Status.ENDED if self.is_leaving else Status.VALUE)
+            if self.is_leaving and self.failures:
+                mine = failure_message(call.exchange.header, self.failures.values())
+            else:
+                mine = call.announcement(Status.ENDED if self.is_leaving else Status.VALUE)
 
             def rest() -> None:
                 with call.exchange as exchange:
                     messages = routes.gather(exchange, mine, call.root)
                 self.reports += 1
-                self.is_left |= any(each.header.status == Status.ENDED for each in messages or ())
+                if messages is not None:
+                    self.is_left |= any(each.header.status != Status.VALUE for each in messages)
+                    self.failures.update(failures_in(messages))
 
             return rest
 
@@ -430,7 +464,7 @@ class Stream(Generic[T]):
             has_root=True,
             must_agree=must_agree,
             async_op=self._is_async,
-            **self._options,
+            **self._options | _PLAIN,
         )
         with call:
             lane_name = "" if call.is_alone else call.exchange.lane.name
@@ -474,6 +508,7 @@ class Stream(Generic[T]):
                 members=members,
                 created_at=self._created_at,
                 lane_name=f"{lane_name} {_NAME} {number}".strip(),
+                is_batched=self._batch > 1,
                 window=window,
                 # Several batches for each report: a report costs the source a call.
                 every=1 if self._is_scattered else max(1, window // 2),
@@ -494,7 +529,9 @@ class Stream(Generic[T]):
         feeds = self._feeds or []
         while not self._ready and not self._is_over:
             if await self._is_left():
-                await self._end()
+                failures = {rank: each for feed in feeds for rank, each in feed.failures.items()}
+                await self._end(failures=failures.values())
+                raise_together(_NAME, failures, None, self._source)
                 return
             batch = await self._pull()
             if not batch:
@@ -528,11 +565,11 @@ class Stream(Generic[T]):
         return any(feed.is_left for feed in feeds)
 
     async def _give(
-        self, feed: _Feed[T], batch: Sequence[T], error: BaseException | None = None
+        self, feed: _Feed[T], batch: Sequence[T], failures: Collection[RankFailure] = ()
     ) -> None:
         # A rank that is busy must not keep a large object from being given to another rank.
         is_async = self._is_async or self._is_scattered
-        work = feed.give(batch, error, is_async=is_async)
+        work = feed.give(batch, failures, is_async=is_async)
         if self._is_scattered and not (batch and feed.is_over):  # unless it can't be encoded
             feed.keep(work)
         else:
@@ -568,19 +605,28 @@ class Stream(Generic[T]):
             failure = failure_of(error, self._source, self._created_at)
             raise_together(_NAME, {self._source: failure}, error, self._source)
 
-    async def _end(self, error: BaseException | None = None) -> None:
-        """Announce to all ranks that the stream has ended, or the error that has ended it."""
+    async def _end(
+        self, error: BaseException | None = None, failures: Collection[RankFailure] = ()
+    ) -> None:
+        """Announce to all ranks that the stream has ended, or what has ended it.
+
+        Args:
+            error: the source's own error, which it raises afterwards.
+            failures: those of other ranks.
+        """
         if self._is_over:
             return
         self._is_over = True
+        if error is not None:
+            failures = [failure_of(error, self._source, self._created_at)]
         self._iterable = self._iterator = None
         raised: list[BaseException] = []
         feeds = self._feeds or []
         for feed in feeds:
             try:
-                is_known = error is not None and feed.is_cut_off
+                is_known = bool(failures) and feed.is_cut_off
                 if not feed.is_over and not is_known:
-                    await self._give(feed, (), error)
+                    await self._give(feed, (), failures)
             except BaseException as each:  # noqa: BLE001  # the other feeds must end, too
                 raised.append(each)
         for feed in feeds:
@@ -592,7 +638,7 @@ class Stream(Generic[T]):
             except BaseException as each:  # noqa: BLE001  # likewise
                 raised.append(each)
         self._release()
-        if error is None and raised:
+        if not failures and raised:
             raise raised[0]
 
     async def _finish(self, feed: _Feed[T]) -> None:
@@ -774,7 +820,9 @@ def stream(
         NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: the iterable raised, or an object could not be encoded. Raised in the loop
             of every rank after the objects before it; on the source, chained to its own exception.
-        DecodeError: an object could not be rebuilt. Raised in the loop of that rank only.
+            Or another rank has left its loop after a DecodeError, before the last object.
+        DecodeError: an object could not be rebuilt. Raised in the loop of that rank only, which may
+            take the next object.
         ObjcommError: whatever else ``objcomm.broadcast`` raises, in the loops of the same ranks.
 
     Examples:

@@ -182,6 +182,7 @@ def test_an_object_that_cannot_be_sent_fails_on_all_ranks(*, scatter: bool) -> N
         error = error_in(CollectiveError, lambda: take(iter(objs), src, scatter=scatter))  # noqa: B023  # called here
         assert set(error.failures) == {src}
         assert isinstance(error.__cause__, EncodeError) == (here().rank == src)
+        assert "cannot encode obj, a 'generator'" in error.failures[src].message
         assert take("ok", src) == ["o", "k"]
 
 
@@ -196,6 +197,59 @@ def test_an_object_that_one_rank_cannot_rebuild_raises_there_and_the_loop_may_go
         next(numbers)
     assert list(numbers) == [2]
     assert_group_works()
+
+
+REFUSALS: dict[str, dict[str, Any]] = {
+    "its class": {},
+    "the codec": {"accept": ["msgpack"]},
+    "the type": {"allow": []},
+}
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("why", REFUSALS)
+@pytest.mark.parametrize("scatter", [False, True])
+def test_a_rank_that_leaves_because_it_refuses_an_object_is_named_on_all(
+    why: str, *, scatter: bool
+) -> None:
+    size = objcomm.world_size()
+    for src, depth, batch in ((0, 1, 1), (0, 4, 1), (size - 1, 4, 2)):
+        refusing = (src + 1) % size
+        is_here = here().rank == refusing
+        options = {"depth": depth, "batch": batch, "scatter": scatter}
+        objs = (RefusesToArrive(refusing) for _ in itertools.count())
+
+        def loop() -> None:
+            for _ in stream(objs, src, **options, **(REFUSALS[why] if is_here else {})):  # noqa: B023  # called here
+                assert not is_here  # noqa: B023  # likewise
+
+        with case(src, depth, batch):
+            if is_here:
+                has_raised = False
+                try:
+                    loop()
+                except DecodeError:  # not kept: its traceback would keep the stream open
+                    has_raised = True
+                assert has_raised
+            else:
+                error = error_in(CollectiveError, loop)
+                assert list(error.failures) == [refusing]
+                assert "cannot decode what rank" in error.failures[refusing].message
+                assert f"rank {src} gave to stream" in error.failures[refusing].message
+            assert take("ok", src) == ["o", "k"]
+    assert_group_works()
+
+
+@ranks(3)
+def test_a_refused_object_in_a_block_that_fails_together_is_raised_once_on_all() -> None:
+    def loop() -> None:
+        with objcomm.fail_together():
+            for _ in stream(RefusesToArrive(2) for _ in itertools.count()):
+                pass
+
+    error = error_in(CollectiveError, loop)
+    assert set(error.failures) == {2}
+    assert take("ok") == ["o", "k"]
 
 
 # ---------------------------------------------------------------------- leaving early
