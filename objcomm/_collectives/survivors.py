@@ -112,6 +112,9 @@ def survivors(group: GroupLike = None, timeout: Timeout = None) -> "dist.Process
         except (ObjcommError, _ReplacedError) as error:
             following = agreement.after(standing, part, error)
             if following is None:
+                # The next call needs a new name: a part of torch's group may have the old one, and
+                # its addresses stay in the store.
+                agreement.decide(standing, has_connected=False)
                 if isinstance(error, TransportTimeout):
                     # The limit that has passed may be another rank's.
                     seconds = deadline.seconds if deadline.has_passed else error.seconds

@@ -14,7 +14,14 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm import NotInGroupError, TransportError, TransportTimeout, UsageError, _world
+from objcomm import (
+    CollectiveError,
+    NotInGroupError,
+    TransportError,
+    TransportTimeout,
+    UsageError,
+    _world,
+)
 from objcomm._calls.group import resolve
 from objcomm._collectives import split
 from objcomm._collectives import survivors as module
@@ -205,6 +212,29 @@ def test_a_rank_that_lives_and_does_not_call_is_named_and_all_may_call_again() -
         assert error.positions.keys() <= {0, 2, 3}
         say(f"{here().rank} has given up")
     assert_all_works(objcomm.survivors(timeout=PATIENCE_S), [0, 2, 3])
+
+
+@ranks(3)
+def test_a_call_after_a_failed_one_connects_its_group_under_another_name() -> None:
+    """Torch never removes the addresses that ranks have stored under the first name."""
+    names: list[str] = []
+
+    def created(parent: Any, name: str, *given: Any, **named: Any) -> Any:
+        names.append(name)
+        if len(names) == 1 and here().rank == 1:
+            raise RuntimeError("no network card")
+        if len(names) > 1 and here().rank == 0:  # the others look up its address first
+            hear("1 connects")
+            hear("2 connects")
+        say(f"{here().rank} connects" * (len(names) > 1))
+        return _world.create(parent, name, *given, **named)
+
+    with mock.patch.object(split, "create", created):
+        error = error_in(CollectiveError, lambda: objcomm.survivors(timeout=LIMIT_S))
+        assert "no network card" in error.failures[1].message
+        group: Any = objcomm.survivors(timeout=PATIENCE_S)
+    assert_all_works(group, [0, 1, 2])
+    assert len(set(names)) == 2
 
 
 def refuse_brief_waits(call: Any) -> Any:
