@@ -31,7 +31,8 @@ if attempt == 0:
     try:
         objcomm.barrier()
     except objcomm.TransportError:
-        objcomm.survivors()
+        if rank == 0:
+            objcomm.survivors()  # waits for rank 2
     signal.pause()  # torchrun ends this rank
 assert objcomm.world_size(objcomm.survivors()) == 3
 told = objcomm.all_gather((attempt, rank))
@@ -59,6 +60,7 @@ def test_ranks_that_torchrun_starts_again_begin_anew(rendezvous: str, tmp_path: 
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert "forcefully" not in done.stderr  # SIGTERM has ended each of them, also in survivors
     # The results are the second attempt's. torch reports one rank of the first attempt, not always
     # the one that ended first.
     assert done.stdout.splitlines() == ["[(1, 0), (1, 1), (1, 2)]"] * 3
