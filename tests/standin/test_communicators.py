@@ -17,13 +17,12 @@ from tests.ranks import ranks
 from tests.standin import device
 from tests.standin.backend import Backend, journal
 from tests.standin.test_faults import (
-    assert_is_free,
     assert_next_call_works,
     group_that_has_met,
     mine,
     refuse,
 )
-from tests.standin.worlds import join
+from tests.standin.worlds import assert_is_free, join
 from tests.waits import PATIENCE_S, wait_until
 
 
