@@ -29,8 +29,9 @@ _COMMANDS = {
     f"objcomm {objcomm.__version__}": f"{_TORCHRUN} -m objcomm.run train.py",
 }
 _JOIN = 'dist.init_process_group("gloo")'
-# On the same line, so that the error's line numbers are those of README.md.
-_ANNOUNCED = f'{_JOIN}; print("rank", dist.get_rank(), "has joined", flush=True)'
+# On the same line, so that the error's line numbers are those of README.md. In one write each, so
+# that the ranks' lines do not mix: torchrun starts unbuffered processes.
+_ANNOUNCED = f'{_JOIN}; print(f"rank {{dist.get_rank()}} has joined\\n", end="")'
 _HAS_JOINED = re.compile(r"rank \d has joined")
 _HAS_RAISED = re.compile(r"\[rank\d\]: [\w.]+Error: ")
 
