@@ -292,14 +292,14 @@ def test_ranks_of_one_host_and_one_rank_per_host() -> None:
         assert objcomm.all_gather("alone", group=first) == ["alone"]
 
 
-def words(*hosts: str) -> list[_Contribution]:
+def contributions(*hosts: str) -> list[_Contribution]:
     return [_Contribution(host, 0, "", []) for host in hosts]
 
 
 def test_hosts_are_grouped_by_name_wherever_their_ranks_stand() -> None:
-    told = words("b", "a", "b", "c", "a")
-    assert _by_color(told) == [(0, 2), (1, 4), (3,)]
-    assert _leaders(told) == [(0, 1, 3)]
+    sent = contributions("b", "a", "b", "c", "a")
+    assert _by_color(sent) == [(0, 2), (1, 4), (3,)]
+    assert _leaders(sent) == [(0, 1, 3)]
 
 
 @solo()

@@ -37,7 +37,7 @@ def test_a_call_that_differs_is_told_to_all_ranks_once(seen: dict[int, Seen]) ->
         assert f"rank {rank} called gather" in heard.text
 
 
-@pytest.mark.timed  # without the store's answer within half a second, a rank names whom it awaited
+@pytest.mark.timed  # if the store takes half a second to answer, a rank names the one it waits for
 def test_a_stopped_rank_is_named_to_all_others_at_their_limit(seen: dict[int, Seen]) -> None:
     rank = faulty(SIZE)["stopped"]
     for other, each in seen.items():

@@ -207,4 +207,4 @@ def test_a_door_where_too_many_wait_says_so_at_once(monkeypatch: pytest.MonkeyPa
                 return True
             return False
 
-        wait_until(is_full, "the endpoints to be taken")
+        wait_until(is_full, "a full backlog")
