@@ -14,7 +14,7 @@ def run_python(source: str, *options: str) -> str:
         [sys.executable, *options, "-c", textwrap.dedent(source)],
         capture_output=True,
         text=True,
-        timeout=400,  # only a hang takes this long
+        timeout=900,  # only a hang takes this long
         cwd=_ROOT,
         check=False,
     )

@@ -13,7 +13,7 @@ import pytest
 
 ALLOWED = 3
 _OPTION = "--is-second-try"
-_LIMIT_S = 600.0
+_LIMIT_S = 900.0
 
 
 class SecondTries:

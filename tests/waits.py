@@ -13,7 +13,7 @@ from typing import Self, TypeVar
 __all__ = ["PATIENCE_S", "Slowness", "wait_until", "within"]
 
 #: How long a test waits for something that must happen, even while two other suites run.
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 _LOOK_S = 0.01
 

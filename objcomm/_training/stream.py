@@ -234,10 +234,11 @@ class _Feed(Generic[T]):
             def rest() -> None:
                 with call.exchange as exchange:
                     messages = routes.gather(exchange, mine, call.root)
-                self.reports += 1
-                if messages is not None:
+                if messages is not None:  # ``failures`` first, and as a new dict, because the
+                    # loop's thread looks at them once ``is_left`` of any feed is true.
+                    self.failures = {**self.failures, **failures_in(messages)}
                     self.is_left |= any(each.header.status != Status.VALUE for each in messages)
-                    self.failures.update(failures_in(messages))
+                self.reports += 1
 
             return rest
 

@@ -13,7 +13,7 @@ def store() -> dist.Store:
     return here().store("links")
 
 
-@ranks(3, joined=False, deadline=120.0)
+@ranks(3, joined=False)
 def test_each_rank_measures_what_it_sends() -> None:
     rank = here().rank
     found = measure(store(), rank, ["one", "one", "other"], 60.0, 60.0)
@@ -26,12 +26,12 @@ def test_each_rank_measures_what_it_sends() -> None:
     assert not objcomm.is_initialized()
 
 
-@ranks(3, joined=False, deadline=120.0)
+@ranks(3, joined=False)
 def test_pairs_without_time_are_left_out() -> None:
     assert measure(store(), here().rank, ["one"] * 3, 60.0, -1.0) == Measured()
 
 
-@ranks(2, joined=False, deadline=120.0)
+@ranks(2, joined=False)
 def test_a_group_that_cannot_be_made_is_a_problem_and_no_hang() -> None:
     if here().rank == 0:
         found = measure(store(), 0, ["one", "other"], 1.0, 1.0)

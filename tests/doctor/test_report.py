@@ -17,7 +17,7 @@ from objcomm._bootstrap.doctor.report import draw, plain
 from objcomm._bootstrap.doctor.report import report as text_of
 from objcomm._transport.store import pack_record, unpack_record
 from objcomm.errors import MissingDependencyError
-from tests.doctor.job import ROOT, clean_environment
+from tests.doctor.job import LIMIT_S, ROOT, clean_environment
 from tests.doctor.made_up import evidence, links, report
 
 
@@ -142,7 +142,7 @@ command.check(command.Options(1.0))
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 1

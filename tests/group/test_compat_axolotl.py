@@ -147,7 +147,7 @@ def _launch_as(rank: int, size: int) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
 
 
-@ranks(2, joined=False, deadline=60)
+@ranks(2, joined=False)
 def test_questions_have_no_side_effect_and_calls_join_by_themselves() -> None:
     rank = here().rank
     port = str(shared_port())

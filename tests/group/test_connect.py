@@ -517,7 +517,7 @@ def test_refused_connections_are_counted_and_logged() -> None:
             )
 
 
-@ranks(20, disposable=True, deadline=300)
+@ranks(20, disposable=True)
 def test_many_ranks_of_a_host_connect_at_first_use() -> None:
     """Each rank is connected only to the ranks it exchanged with, and reports all failures."""
     rank, size = here().rank, here().world_size
@@ -549,7 +549,7 @@ def test_many_ranks_of_a_host_connect_at_first_use() -> None:
         assert_group_works(group)
 
 
-@ranks(20, expect_dead={13}, deadline=300)
+@ranks(20, expect_dead={13})
 def test_of_many_ranks_one_that_dies_is_named_by_all_though_few_were_connected_to_it() -> None:
     objcomm.barrier()
     if here().rank == 13:
@@ -569,23 +569,23 @@ def assert_one_of_many_hosts_is_named_when_it_dies(victim: int) -> None:
         assert error.peers == (victim,)
 
 
-@ranks(20, expect_dead={6}, deadline=300)
+@ranks(20, expect_dead={6})
 def test_rank_6_of_many_hosts_is_named_by_all_when_it_dies() -> None:
     """Rank 7 is connected only to rank 6, and losing it does not mean losing all the others."""
     assert_one_of_many_hosts_is_named_when_it_dies(6)
 
 
-@ranks(20, expect_dead={7}, deadline=300)
+@ranks(20, expect_dead={7})
 def test_rank_7_of_many_hosts_is_named_by_all_when_it_dies() -> None:
     assert_one_of_many_hosts_is_named_when_it_dies(7)
 
 
-@ranks(20, expect_dead={10}, deadline=300)
+@ranks(20, expect_dead={10})
 def test_rank_10_of_many_hosts_is_named_by_all_when_it_dies() -> None:
     assert_one_of_many_hosts_is_named_when_it_dies(10)
 
 
-@ranks(20, expect_dead={13}, deadline=300)
+@ranks(20, expect_dead={13})
 def test_a_dead_rank_of_another_host_that_no_rank_used_is_named() -> None:
     """Before the group's first use, and also by a rank that only polls."""
     with far_apart(), subgroup(*range(20)) as group:

@@ -211,7 +211,7 @@ def test_a_handler_may_call_anything_and_never_waits_for_what_it_has_interrupted
 
 
 @pytest.mark.long
-@ranks(1, 2, 3, disposable=True, deadline=300)
+@ranks(1, 2, 3, disposable=True)
 def test_so_it_may_for_long() -> None:
     interrupt_all(Handler(), 100, ringing)
 
@@ -222,7 +222,7 @@ def test_a_handler_may_come_before_any_line() -> None:
 
 
 @pytest.mark.long
-@ranks(1, 2, disposable=True, deadline=300)
+@ranks(1, 2, disposable=True)
 @pytest.mark.parametrize("every", [7, 13])
 def test_so_it_may_before_each(every: int) -> None:
     interrupt_all(Handler(), 5, functools.partial(at_some_lines, every=every))

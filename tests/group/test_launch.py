@@ -28,7 +28,7 @@ from tests.waits import wait_until
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MINE")
 THREADS = "OMP_NUM_THREADS"
-_DEADLINE_S = 150.0
+_DEADLINE_S = 300.0
 
 
 class Sample:

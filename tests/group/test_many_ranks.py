@@ -21,7 +21,7 @@ def join(left: Any, right: Any) -> Any:
     return left + right
 
 
-@ranks(9, disposable=True, deadline=120)
+@ranks(9, disposable=True)
 def test_every_operation_works_on_nine_ranks_and_its_failures_reach_the_leaves() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     for nbytes in (10, 40_000, 1_000_000):

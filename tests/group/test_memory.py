@@ -244,7 +244,7 @@ def test_an_uneven_all_gather_costs_each_rank_the_sum() -> None:
 
 
 @pytest.mark.long  # in each of two processes more than 2 GiB
-@ranks(2, disposable=True, deadline=240)
+@ranks(2, disposable=True)
 @pytest.mark.parametrize("kind", ["bytes", "tensor"])
 def test_more_than_two_gibibytes_arrive_whole(kind: str) -> None:
     nbytes = 2**31 + 1

@@ -43,7 +43,7 @@ def both_ways(run: Callable[[], R]) -> dict[str, int]:
 
 
 @pytest.mark.long  # its imports take seconds
-@ranks(2, disposable=True, deadline=120)
+@ranks(2, disposable=True)
 def test_accelerate_gathers_and_broadcasts_objects() -> None:
     rank = here().rank
     os.environ.update(LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
@@ -67,7 +67,7 @@ def test_accelerate_gathers_and_broadcasts_objects() -> None:
 
 
 @pytest.mark.long  # likewise
-@ranks(2, disposable=True, deadline=120)
+@ranks(2, disposable=True)
 def test_torchmetrics_metrics_agree() -> None:
     from torchmetrics import CatMetric  # noqa: PLC0415  # two seconds
     from torchmetrics.classification import MulticlassAccuracy  # noqa: PLC0415  # for these tests alone

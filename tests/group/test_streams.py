@@ -5,8 +5,10 @@ import contextlib
 import itertools
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from objcomm import (
     UsageError,
 )
 from objcomm._calls.group import resolve
+from objcomm._wire.failure_message import failures_in
 from tests.cases import case
 from tests.group.helpers import (
     RefusesToArrive,
@@ -38,6 +41,7 @@ from tests.group.helpers import (
     when_main_thread_waits,
 )
 from tests.ranks import ranks, solo
+from tests.waits import wait_until
 from tests.workers import here
 
 
@@ -237,6 +241,34 @@ def test_a_rank_that_leaves_because_it_refuses_an_object_is_named_on_all(
                 assert "cannot decode what rank" in error.failures[refusing].message
                 assert f"rank {src} gave to stream" in error.failures[refusing].message
             assert take("ok", src) == ["o", "k"]
+    assert_group_works()
+
+
+@ranks(2)
+def test_the_source_names_that_rank_even_if_it_looks_while_a_thread_takes_the_report() -> None:
+    pulled = 0
+    first = threading.Lock()
+
+    def objs() -> Iterator[Any]:
+        nonlocal pulled
+        while True:
+            pulled += 1
+            yield RefusesToArrive(1)
+
+    def later(messages: Any) -> Any:
+        is_apart = threading.current_thread() is not threading.main_thread()
+        if is_apart and first.acquire(blocking=False):
+            before = pulled
+            wait_until(lambda: pulled > before + 1, "the source's next look")
+        return failures_in(messages)
+
+    with mock.patch("objcomm._training.stream.failures_in", later):
+        if here().rank:
+            with contextlib.closing(stream(None, scatter=True)) as refused:
+                error_in(DecodeError, lambda: next(refused))
+        else:
+            error = error_in(CollectiveError, lambda: take(objs(), scatter=True))
+            assert set(error.failures) == {1}
     assert_group_works()
 
 

@@ -31,7 +31,7 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 _LOOK_S = 0.001
 
 _ALL_CAME = "all came"
-_GLOO_LIMIT = timedelta(seconds=60)
+_GLOO_LIMIT = timedelta(seconds=300)
 
 
 class Interruption(NamedTuple):

@@ -22,7 +22,7 @@ from tests.standin.test_faults import (
     mine,
     refuse,
 )
-from tests.standin.worlds import assert_is_free, join
+from tests.standin.worlds import assert_aborted, assert_is_free, join
 from tests.waits import PATIENCE_S, wait_until
 
 
@@ -43,7 +43,7 @@ def test_a_limit_that_passes_while_a_communicator_is_created() -> None:
         tell_all("raised", "")
         is_over.set()
         # The one that has come too late is of no use.
-        wait_until(lambda: [each.is_aborted for each in journal().communicators] == [True], "it")
+        assert_aborted([0], of=1)
     gc.collect()  # pytest's record of the error is a cycle
     assert_is_free(at, before)
     assert_next_call_works(group_that_has_met())
@@ -127,7 +127,7 @@ def test_a_group_that_is_destroyed_during_a_transfer_ends_it_on_all_ranks() -> N
     say(f"raised on rank {rank}")
     for each in threads:
         each.join(PATIENCE_S)
-    assert [each.is_aborted for each in journal().communicators] == [True]
+    assert_aborted([0], of=1)
 
 
 @ranks(2, joined=False)
@@ -155,8 +155,7 @@ def test_a_failure_of_one_group_leaves_the_transfer_of_another() -> None:
         journal().interrupt("broadcast", refuse)
     kind = TransportError if rank else CollectiveError
     error_in(kind, lambda: objcomm.all_gather(given, group=one))
-    wait_until(lambda: journal().communicators[1].is_aborted, "the abort")
-    assert [each.is_aborted for each in journal().communicators] == [False, True]
+    assert_aborted([1], of=2)
     is_over.set()
     thread.join(PATIENCE_S)
     assert got == [0, 1]

@@ -1,5 +1,6 @@
 """Ranks that join with the backend ``standin``, each on a separate device."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -63,6 +64,13 @@ def own_device() -> torch.device:
 def copies() -> list[str]:
     """List the copies to or from the CPU that were queued since the last call."""
     return [each.name for each in device.queued() if "cpu" in each.name]
+
+
+def assert_aborted(numbers: Sequence[int], *, of: int) -> None:
+    """Wait until exactly these of so many communicators are aborted; 0 is the oldest."""
+    made = backend.journal().communicators
+    wanted = [number in numbers for number in range(of)]
+    wait_until(lambda: [each.is_aborted for each in made] == wanted, f"{numbers} aborted")
 
 
 def assert_is_free(at: int, nbytes: int) -> None:

@@ -29,7 +29,7 @@ from objcomm._wire.admission import Gate
 from objcomm._wire.header import BLANK, EVERYONE, WINDOW_NBYTES, Header, Operation
 from objcomm._wire.message import Message
 
-JOIN_SECONDS = 120.0  # only a hang takes this long
+JOIN_SECONDS = 300.0  # only a hang takes this long
 
 
 Way = tuple[int, int, int]  # source rank, destination rank, tag
