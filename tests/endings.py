@@ -34,7 +34,7 @@ import os, time
 import torch.distributed as dist
 import objcomm
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-objcomm.init("gloo", timeout=30)
+objcomm.init("gloo", timeout=200)
 """
 
 

@@ -162,7 +162,7 @@ def test_numpy_is_not_needed_by_the_links_of_one_host() -> None:
         import torch
         from objcomm._transport.link import payload_tag
         from objcomm._transport.streams import StreamLink
-        ends, tag, limit = socket.socketpair(), payload_tag(0, 1), timedelta(seconds=60)
+        ends, tag, limit = socket.socketpair(), payload_tag(0, 1), timedelta(seconds=300)
         links = [StreamLink(rank, {1 - rank: end}) for rank, end in enumerate(ends)]
         for sent in (torch.arange(9).to(torch.uint8), torch.empty(0, dtype=torch.uint8)):
             into = torch.zeros_like(sent)

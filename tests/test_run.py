@@ -55,7 +55,7 @@ def test_a_program_finds_all_as_it_would_be(
             input="what is piped",
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=900,  # only a hang takes this long
             check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")

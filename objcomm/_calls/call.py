@@ -637,3 +637,8 @@ class Call:
         if error is not None and not self.is_alone:
             self.exchange.give_up(error)
         self._group.recorder.conclude(self._entry, error, self._began)
+
+
+#: Makes a call in which ranks tell each other plain data that objcomm has made. They decode it
+#: whatever codecs they accept from the program, so none of them can refuse it.
+plain_call = partial(Call, codec="msgpack", accept=("msgpack",))

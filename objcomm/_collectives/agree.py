@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from objcomm._calls.call import Call
+from objcomm._calls.call import Call, plain_call
 from objcomm._calls.group import resolve
 from objcomm._collectives.gather import decide_in
 from objcomm._config import Allowed, GroupLike, Timeout
@@ -358,7 +358,7 @@ def any_rank(
         >>> objcomm.any_rank(float("nan") > 0)
         False
     """
-    with Call(Operation.ANY_RANK, name=name, group=group, timeout=timeout, codec="msgpack") as call:
+    with plain_call(Operation.ANY_RANK, name=name, group=group, timeout=timeout) as call:
         rest = decide_in(call, lambda: bool(flag), any, is_part=_is_flag, is_answer=_is_flag)
         return rest()
 
@@ -390,9 +390,7 @@ def all_ranks(
         >>> objcomm.all_ranks([1, 2, 3])
         True
     """
-    with Call(
-        Operation.ALL_RANKS, name=name, group=group, timeout=timeout, codec="msgpack"
-    ) as call:
+    with plain_call(Operation.ALL_RANKS, name=name, group=group, timeout=timeout) as call:
         rest = decide_in(call, lambda: bool(flag), all, is_part=_is_flag, is_answer=_is_flag)
         return rest()
 
@@ -422,9 +420,7 @@ def shared_seed(*, name: str = "", group: GroupLike = None, timeout: Timeout = N
         >>> 0 <= objcomm.shared_seed() < 2**32
         True
     """
-    with Call(
-        Operation.SHARED_SEED, name=name, group=group, timeout=timeout, codec="msgpack"
-    ) as call:
+    with plain_call(Operation.SHARED_SEED, name=name, group=group, timeout=timeout) as call:
         rest = decide_in(
             call, lambda: None, lambda _: secrets.randbits(_SEED_BITS), is_answer=_is_seed
         )

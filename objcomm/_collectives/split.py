@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from objcomm._algorithms import routes
 from objcomm._algorithms.device import DevicePlace
-from objcomm._calls.call import Call
+from objcomm._calls.call import Call, plain_call
 from objcomm._calls.group import Group, resolve
 from objcomm._collectives.gather import all_gather_in
 from objcomm._config import GroupLike, Timeout, check_name, settings, whole_number
@@ -44,10 +44,6 @@ from objcomm.errors import CollectiveError, DecodeError, RankFailure, UsageError
 
 #: Ranks within the parent, in the order of the new group.
 Members: TypeAlias = tuple[int, ...]
-
-# Only plain data is sent here. Ranks decode it whether they refuse pickles or accept only pickles.
-_CODEC = "msgpack"
-_call = functools.partial(Call, codec=_CODEC, accept=(_CODEC,))
 
 # torch exceeds its limit; wait this much longer, because its own error is more informative.
 _LONGER = 1.2
@@ -274,7 +270,7 @@ def new_group(
         return cast("dist.ProcessGroup", None)  # as ``group=``, None means this rank alone
     part: Any = whole.part(members)
     own = _Contribution(None, 0, uuid.uuid4().hex, [])
-    with _call(operation, name=name, group=part, timeout=timeout) as call:
+    with plain_call(operation, name=name, group=part, timeout=timeout) as call:
         contributions = _exchanged(call, own)
     everyone = tuple(range(part.size))
     made = connected(operation, name, (everyone, _name(everyone, contributions)), part, deadline)
@@ -452,7 +448,7 @@ def _divided(
     parent = process_group_of(group) if is_initialized() else None
     living = _children.living(parent) if parent is not None and not is_always_new else {}
     own = _Contribution(color, key, uuid.uuid4().hex, [each.group_name for each in living.values()])
-    with _call(operation, name=name, group=group, timeout=timeout) as call:
+    with plain_call(operation, name=name, group=group, timeout=timeout) as call:
         contributions = _exchanged(call, own)
     if operation in (Operation.NODE_GROUP, Operation.LEADERS):
         resolve(group).hosts = tuple(str(each.color) for each in contributions)
@@ -505,7 +501,7 @@ def contribution_of(plain: Any) -> _Contribution:
         )
         if is_right:
             return _Contribution(color, key, fresh, names)
-    raise DecodeError(_CODEC, "a rank did not send a color, a key and names")
+    raise DecodeError("msgpack", "a rank did not send a color, a key and names")
 
 
 def _name(members: Members, contributions: Sequence[_Contribution]) -> str:
@@ -556,7 +552,7 @@ def connected(  # noqa: C901  # one linear sequence of steps
             raise failed.pop()  # not held by a local: the traceback keeps this frame
 
     failed: list[BaseException] = []
-    begin = functools.partial(_call, operation, name=name, group=group)
+    begin = functools.partial(plain_call, operation, name=name, group=group)
     # One rank may have received everything before another has, and connecting blocks in C++. So it
     # starts only once all ranks are known to arrive and to have enough file descriptors. It happens
     # within this call, so that other ranks can be told where this rank is.

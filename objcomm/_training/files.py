@@ -20,7 +20,7 @@ from objcomm._algorithms import routes, topology
 from objcomm._algorithms.exchange import Exchange
 from objcomm._algorithms.parts import copy
 from objcomm._algorithms.transfers import Arriving, taken_out
-from objcomm._calls.call import Call
+from objcomm._calls.call import Call, plain_call
 from objcomm._calls.group import resolve
 from objcomm._codecs.buffers import (
     Buffer,
@@ -64,8 +64,6 @@ PathLike = str | os.PathLike[str]
 
 _OPERATION = Operation.BROADCAST_FILE
 _CALLED = _OPERATION.name.lower()
-# Only plain data is sent here. Ranks decode it whether they refuse pickles or accept only pickles.
-_CODEC = "msgpack"
 
 # A line of hosts passes on whole pieces, and the last host is behind by a piece for each host.
 _PIECE_NBYTES = 2 << 20
@@ -183,14 +181,12 @@ def broadcast_file(
     bar = bar_for(_CALLED, (whole.rank - root) % whole.size) if progress else None
 
     def begin(among: Any, step: str, root: int | None = None, *, confirm: bool = False) -> Call:
-        return Call(
+        return plain_call(
             _OPERATION,
             name=name,
             group=among,
             # Errors of the first call show the limit as it was given.
             timeout=deadline.seconds if confirm else deadline.seconds_left,
-            codec=_CODEC,
-            accept=(_CODEC,),
             group_root=root,
             has_root=root is not None,
             must_agree=step,

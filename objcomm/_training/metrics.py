@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, TypeVar, Unpack, overload
 
 import torch
 
-from objcomm._calls.call import Call
+from objcomm._calls.call import Call, plain_call
 from objcomm._calls.work import Work
 from objcomm._collectives.gather import all_gather_in, decide_in, gather_in
 from objcomm._config import (
@@ -24,6 +24,7 @@ from objcomm._config import (
     Sync,
     Timeout,
     WithDestination,
+    settings,
 )
 from objcomm._wire.failure_message import DisagreementError
 from objcomm._wire.header import Operation
@@ -315,11 +316,13 @@ def _gathered(
     Args:
         operation: the operation that the user called.
         given: this rank's contribution, or a function that returns it.
-        check: returns a contribution, or raises; None to call the function.
+        check: returns a contribution, which is a scalar, or raises; None to call the function.
         root: the destination as a global rank and as a group rank; None for all ranks.
         async_op: whether to return a Work immediately.
         options: the user's own.
     """
+    if check is not None and (accepted := settings().accept) is not None:
+        options["accept"] = {*accepted, "msgpack"}  # all ranks accept a plain scalar
     dst, group_dst = root or (None, None)
     with Call(
         operation,
@@ -336,7 +339,7 @@ def _gathered(
 
 
 def _codec_for(value: object) -> str:
-    """Choose msgpack for scalars, which a rank that refuses pickles accepts; not for subclasses."""
+    """Choose msgpack for scalars, which ranks that refuse pickles accept; pickle for subclasses."""
     kind = type(value)
     is_plain = kind in _PLAIN_SCALARS or kind.__module__ == "numpy" or kind is torch.Tensor
     return "msgpack" if is_plain else "pickle"
@@ -501,12 +504,11 @@ def average_metrics(
     if missing not in ("error", "skip"):  # not a set: a list has no hash
         raise UsageError(f"average_metrics: missing={missing!r} must be 'error' or 'skip'")
     may_lack = missing == "skip"
-    with Call(
+    with plain_call(
         Operation.AVERAGE_METRICS,
         name=name,
         group=group,
         timeout=timeout,
-        codec="msgpack",
         must_agree=missing,
     ) as call:
         rest = decide_in(

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from objcomm._calls.call import Call
+from objcomm._calls.call import Call, plain_call
 from objcomm._codecs.tensors import is_plain_tensor
 from objcomm._collectives.fail_together import failing_together
 from objcomm._config import GroupLike, Timeout
@@ -407,12 +407,11 @@ def _synchronise(
 ) -> Call:
     """Make one call that synchronizes the bundles; ``root`` is ``src`` and ``group_src``."""
     src, group_src = root or (None, None)
-    with Call(
+    with plain_call(
         operation,
         name=name,
         group=group,
         timeout=timeout,
-        codec="msgpack",
         global_root=src,
         group_root=group_src,
         has_root=root is not None,

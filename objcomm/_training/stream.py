@@ -26,7 +26,7 @@ from collections.abc import (
 from typing import Any, Generic, Self, TypeVar, Unpack, overload
 
 from objcomm._algorithms import routes
-from objcomm._calls.call import Call, Coding
+from objcomm._calls.call import Call, Coding, plain_call
 from objcomm._calls.group import Group, lane, resolve
 from objcomm._calls.work import Work
 from objcomm._collectives.gather import decide_in
@@ -58,10 +58,6 @@ T = TypeVar("T")
 _NAME = "stream"
 _EXHAUSTED: Any = object()
 _ITERABLE = "__iter__", "__aiter__", "__getitem__"
-
-# Ranks also agree on a stream whose objects one of them refuses.
-_CODEC = "msgpack"
-_PLAIN: dict[str, Any] = {"codec": _CODEC, "accept": (_CODEC,), "allow": None}
 
 
 class _Feed(Generic[T]):
@@ -458,14 +454,15 @@ class Stream(Generic[T]):
         """
         group = self._group
         must_agree = f"{self._depth} {self._batch} {self._is_scattered}"
-        call = Call(
+        call = plain_call(
             Operation.STREAM,
+            name=self._options["name"],
             group=group,  # type: ignore[arg-type]  # objcomm's own state of the user's group
             group_root=self._source,
             has_root=True,
             must_agree=must_agree,
             async_op=self._is_async,
-            **self._options | _PLAIN,
+            timeout=self._options["timeout"],
         )
         with call:
             lane_name = "" if call.is_alone else call.exchange.lane.name

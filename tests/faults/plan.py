@@ -106,7 +106,7 @@ PATIENT_LIMIT_SECONDS = 4.0
 #: Timeout of several rounds of ``survivors``, if the first one has to time out.
 ROUNDS_SECONDS = 12.0
 #: Timeout for faults that must not time out; longer than any test waits for a rank's report.
-FAR_SECONDS = 120.0
+FAR_SECONDS = 300.0
 #: How long a victim is stopped before it is resumed in time.
 STOP_SECONDS = 1.2
 

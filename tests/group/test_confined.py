@@ -135,7 +135,7 @@ def test_a_sandbox_may_hide_proc(tmp_path: Path) -> None:
         [*hide, run, "sh", sys.executable, str(program), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=400,  # only a hang takes this long
+        timeout=900,  # only a hang takes this long
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=False,

@@ -214,7 +214,7 @@ def test_an_exit_handler_from_before_the_import_may_call() -> None:
     order = "objcomm._end", "lambda: last()", "objcomm._end"
     steps = [f"atexit.{do}({what})" for do, what in zip(does, order, strict=True)]
     begin = "\n".join(["import atexit, objcomm", *steps, BEGIN])
-    body = "def last(): print(objcomm.all_gather(rank, timeout=20))\nobjcomm.barrier()"
+    body = "def last(): print(objcomm.all_gather(rank, timeout=300))\nobjcomm.barrier()"
     (ranks,) = run_to_the_end([Program([body] * 2, begin=begin)])
     assert [(each.status, each.said) for each in ranks] == [(0, "[0, 1]\n")] * 2
 

@@ -29,7 +29,7 @@ from tests.group.helpers import (
 from tests.group.pairs import LARGE, assert_pair_works
 from tests.group.watched import hastily, patiently
 from tests.ranks import ranks
-from tests.waits import within
+from tests.waits import PATIENCE_S, within
 from tests.workers import here
 
 # Refusals
@@ -264,7 +264,7 @@ def test_an_interrupted_rank_closes_its_connections_even_if_another_thread_is_sl
 
         def late(link: StreamLink, farewell: bytes = b"") -> None:
             if threading.current_thread() is not threading.main_thread():
-                is_told.wait(60.0)
+                is_told.wait(PATIENCE_S)
             close(link, farewell)
 
         when_main_thread_waits(lambda: os.kill(os.getpid(), signal.SIGINT))

@@ -199,7 +199,7 @@ def test_a_group_that_torch_made_for_itself_is_torchs_beside_a_world() -> None:
     rank, size = here().rank, here().world_size
     store = dist.PrefixStore("torch's own", here().store("own"))
     groups: list[Any] = [
-        dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60)),
+        dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=300)),
         dist.ProcessGroup(store, rank, size),
     ]
     before = calls()

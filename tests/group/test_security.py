@@ -26,8 +26,10 @@ from objcomm._transport.frames import AHEAD_MAX
 from objcomm._wire import admission, header
 from objcomm._wire.signing import signer_for
 from tests.cases import case
+from tests.group.any_call import called
 from tests.group.helpers import assert_group_works, error_in, outcome_of, subgroup, tell_all
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
+from tests.group.test_handlers import COLLECTIVE
 from tests.ranks import ranks
 from tests.workers import here
 
@@ -92,6 +94,17 @@ def test_what_is_admitted_arrives_as_ever() -> None:
             plain = OPERATIONS[name](["plain"], codec="msgpack", accept={"msgpack"})
             assert plain in (None, ["plain"], [["plain"]] * objcomm.world_size())
             assert_group_works()
+
+
+@ranks(2)
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+def test_every_call_works_on_ranks_that_accept_one_codec(codec: str) -> None:
+    with objcomm.configure(codec=codec, accept=[codec], allow=[]):
+        for name in COLLECTIVE:
+            with case(name):
+                called(name, "objs", [1, 2])
+        assert list(objcomm.stream(None if here().rank else [1])) == [1]
+    assert_group_works()
 
 
 @ranks(2)

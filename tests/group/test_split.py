@@ -254,10 +254,7 @@ def test_a_world_that_is_bound_to_a_device_stays_so() -> None:
 
 
 @ranks(2)
-def test_a_rank_that_takes_only_pickles_takes_part() -> None:
-    with objcomm.configure(codec="pickle", accept=["pickle"]):
-        assert members(objcomm.split("pickles")) == [0, 1]
-        dist.destroy_process_group(objcomm.dup())
+def test_a_group_can_be_created_while_calls_are_checked() -> None:
     with objcomm.check():
         dist.destroy_process_group(objcomm.dup())
 

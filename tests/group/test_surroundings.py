@@ -172,11 +172,11 @@ def test_forked_workers_of_a_loader_live_and_die_beside_calls(*, persistent: boo
 
 #: Calls that a worker may try, by name.
 TRIED: dict[str, Callable[[], Any]] = {
-    "all_gather": lambda: objcomm.all_gather(1, timeout=30),
-    "broadcast": lambda: objcomm.broadcast(1, src=1, timeout=30),
-    "barrier": lambda: objcomm.barrier(timeout=30),
+    "all_gather": lambda: objcomm.all_gather(1, timeout=300),
+    "broadcast": lambda: objcomm.broadcast(1, src=1, timeout=300),
+    "barrier": lambda: objcomm.barrier(timeout=300),
     "send": lambda: objcomm.send(1, objcomm.rank()),  # even to the rank itself
-    "recv": lambda: objcomm.recv(timeout=30),
+    "recv": lambda: objcomm.recv(timeout=300),
     "init": objcomm.init,
 }
 

@@ -57,7 +57,7 @@ def ask_once() -> None:
     if not dist.get_rank():  # the others wait for it in the barrier, and so ask
         answers = [f"where/{rank}" for rank in range(dist.get_world_size())]
         board = dist.PrefixStore("objcomm", store_of(dist.group.WORLD))
-        board.wait(answers, timedelta(seconds=60))
+        board.wait(answers, timedelta(seconds=300))
     objcomm.barrier("all have asked")
 
 

@@ -18,7 +18,7 @@ from objcomm._transport.doors import Door, Doors, Handshakes
 from objcomm._transport.link import head_tag, payload_tag
 from objcomm._transport.streams import StreamLink
 
-LIMIT = timedelta(seconds=60)
+LIMIT = timedelta(seconds=300)
 HEADER = struct.Struct("<IIQQ")
 TAG = payload_tag(0, 1)
 HEAD = head_tag(3)

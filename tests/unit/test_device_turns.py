@@ -16,7 +16,7 @@ from objcomm._transport.threads import Ticket, TicketQueue
 from objcomm._wire.header import Operation
 from tests.waits import wait_until
 
-LIMIT_S = 60
+LIMIT_S = 300
 
 
 class FakeOffers:
