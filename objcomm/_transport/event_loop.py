@@ -206,12 +206,13 @@ class EventLoop:
 
     def end(self, awaited: Awaited) -> None:
         """End a wait; any thread may call this."""
-        is_within = self.is_interrupted()  # the leader checks its own wait after each step
+        # The leader checks its own wait after each step. Another thread's step does not wake it.
+        is_leaders_step = self._leader == threading.get_ident() and self.is_interrupted()
         with self.lock:
             awaited.is_over = True
             if awaited.turn is not None:
                 awaited.end()
-            elif self.leader_wait is awaited and not is_within:
+            elif self.leader_wait is awaited and not is_leaders_step:
                 self.wake_leader()
 
     def wake_leader_if_over(self) -> None:

@@ -37,7 +37,7 @@ from tests.unit.stream_links import (
     joined,
     room,
 )
-from tests.waits import wait_until
+from tests.waits import PATIENCE_S, wait_until
 
 _SOON = timedelta(milliseconds=50)
 
@@ -200,6 +200,26 @@ def test_who_waits_goes_on_when_the_one_who_moved_gave_up() -> None:
             giving_up.result()
         other.send(filled(1), 0, TAG)
         waiting.result(LIMIT.total_seconds())
+
+
+def test_a_wait_ends_when_another_thread_begins_to_attend_to_what_has_arrived() -> None:
+    with joined() as (link, other):
+        signal, has_ended = link.signal(), threading.Event()
+        threading.Thread(target=lambda: signal.wait() and has_ended.set(), daemon=True).start()
+        wait_until(lambda: link._loop.leader_wait is signal, "it to wait")  # noqa: SLF001  # no other sign
+        other.send(b"first", 0, HEAD)
+        wait_until(lambda: link.has_come(1, HEAD), "the message")
+
+        def accept(message: bytes) -> bool:
+            signal.set()
+            return message == b"first"
+
+        def attend() -> None:
+            with suppress(LinkClosed):
+                link.attend(1, {HEAD: accept})
+
+        threading.Thread(target=attend, daemon=True).start()
+        assert has_ended.wait(PATIENCE_S)
 
 
 def test_an_abort_wakes_all_who_wait() -> None:
