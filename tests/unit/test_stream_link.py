@@ -205,7 +205,12 @@ def test_who_waits_goes_on_when_the_one_who_moved_gave_up() -> None:
 def test_a_wait_ends_when_another_thread_begins_to_attend_to_what_has_arrived() -> None:
     with joined() as (link, other):
         signal, has_ended = link.signal(), threading.Event()
-        threading.Thread(target=lambda: signal.wait() and has_ended.set(), daemon=True).start()
+
+        def wait() -> None:
+            signal.wait()
+            has_ended.set()
+
+        threading.Thread(target=wait, daemon=True).start()
         wait_until(lambda: link._loop.leader_wait is signal, "it to wait")  # noqa: SLF001  # no other sign
         other.send(b"first", 0, HEAD)
         wait_until(lambda: link.has_come(1, HEAD), "the message")
