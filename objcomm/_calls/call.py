@@ -639,6 +639,6 @@ class Call:
         self._group.recorder.conclude(self._entry, error, self._began)
 
 
-#: Makes a call in which ranks tell each other plain data that objcomm has made. They decode it
-#: whatever codecs they accept from the program, so none of them can refuse it.
+#: Creates a call that sends only plain data. Every rank decodes it, whatever codecs it accepts from
+#: the program, so none can refuse it.
 plain_call = partial(Call, codec="msgpack", accept=("msgpack",))

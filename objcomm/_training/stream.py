@@ -230,8 +230,9 @@ class _Feed(Generic[T]):
             def rest() -> None:
                 with call.exchange as exchange:
                     messages = routes.gather(exchange, mine, call.root)
-                if messages is not None:  # ``failures`` first, and as a new dict, because the
-                    # loop's thread looks at them once ``is_left`` of any feed is true.
+                if messages is not None:
+                    # In this order, and as a new dict: another thread may run the loop, which
+                    # reads the failures of all feeds once ``is_left`` of any is true.
                     self.failures = {**self.failures, **failures_in(messages)}
                     self.is_left |= any(each.header.status != Status.VALUE for each in messages)
                 self.reports += 1

@@ -206,7 +206,7 @@ class EventLoop:
 
     def end(self, awaited: Awaited) -> None:
         """End a wait; any thread may call this."""
-        # The leader checks its own wait after each step. Another thread's step does not wake it.
+        # After its own step the leader checks its wait; another thread's step must wake it.
         is_leaders_step = self._leader == threading.get_ident() and self.is_interrupted()
         with self.lock:
             awaited.is_over = True
