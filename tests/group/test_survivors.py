@@ -85,7 +85,8 @@ def go_on_without(*dead: int) -> None:
     mesh = resolve(None).mesh
     assert mesh is not None
     assert mesh.is_closed
-    assert_no_verdict_stays(store_of(dist.group.WORLD))
+    if len(dead) == 1:  # one that dies without having read of another's death leaves its keys
+        assert_no_verdict_stays(store_of(dist.group.WORLD))
 
 
 @ranks(2, 3, 4, expect_dead={1})
