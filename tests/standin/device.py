@@ -620,9 +620,9 @@ def set_up() -> None:
         NAME, sys.modules[__name__], _Hooks(), _Guard()
     )
     _register_kernels()
-    # Torch creates the Python object of an operator at its first use. Two threads that do so at once
-    # may free the one that the other uses (torch 2.13): of 300 processes in which six threads began
-    # with ``record_stream``, 44 crashed, and none after this.
+    # Torch creates the Python object of an operator at its first use. Two threads that do so may
+    # free the one that the other uses (torch 2.13): of 300 processes in which six threads began by
+    # calling ``record_stream``, 44 crashed, and none after this.
     for name in _USED_BY_THREADS:
         operator = getattr(torch.ops.aten, name)
         for overload in operator.overloads():
