@@ -399,7 +399,7 @@ class Connection:
         """End the connection because the peer's host does not answer; keep what has arrived."""
         self.read(is_ending=True)
         self.was_ended_there = True
-        self.end(f"{HOST_LOST} (it answers nothing)")
+        self.end(f"{HOST_LOST} (no answer)")
 
     def leave(self, farewell: bytes) -> None:
         """End the connection on this rank's decision; keep all that has arrived."""

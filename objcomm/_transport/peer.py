@@ -4,8 +4,8 @@ Bytes enter through ``room`` and ``received`` and leave through ``first_out`` an
 pieces of any length. The other methods are called for this rank's program. Received bytes are
 copied at most once: after a header, ``room`` returns the memory in which its content belongs.
 
-Every frame is checked. One of an unknown kind, one that is too long, or one that answers nothing
-ends the connection.
+Every frame is checked. One of an unknown kind, one that is too long, or a reply to nothing ends the
+connection.
 
 This module does not lock; every call requires the link's lock.
 """

@@ -18,6 +18,7 @@ import socket
 import threading
 import types
 import typing
+from collections import deque
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -193,11 +194,14 @@ class Clients:
 
     A ``TCPStore`` serves one thread at a time, even while that thread waits. Two threads that
     connect at the same time through one client, or through the user's, would wait for each other.
+
+    One is kept for the next thread; others, needed when several threads connect at once, close, so
+    that the store's host has one descriptor for each rank.
     """
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._free: list[dist.Store] = []
+        self._free: deque[dist.Store] = deque(maxlen=1)
         self._latest: dict[int, int] = {}  # from ``connected``
 
     def take(self, store: dist.Store, lost_seconds: float) -> dist.Store:
@@ -213,7 +217,8 @@ class Clients:
             DistNetworkError: the latest connection has closed, and so has the store.
         """
         if self._pid != os.getpid():  # a parent's connections belong to the parent
-            self._pid, self._free = os.getpid(), []
+            self._pid = os.getpid()
+            self._free.clear()
         while (kept := self._last_kept()) is not None:
             # It may have broken while unused, for example by an outage.
             with contextlib.suppress(dist.DistNetworkError):
@@ -230,7 +235,7 @@ class Clients:
         return None
 
     def give_back(self, own: dist.Store) -> None:
-        """Make a connection available again; drop one that has raised: an answer may still come."""
+        """Keep a connection for the next thread; drop one that raised: an answer may still come."""
         self._free.append(own)
 
     @contextlib.contextmanager
