@@ -105,7 +105,7 @@ def _picture(
     )
     yield f"<title>{escape(title)}</title>"
     if has_claim:
-        most = figure(max(speeds.values()))
+        most = f"{math.floor(max(speeds.values()))} ×"
         yield (
             f'<text x="{_MARGIN}" y="44" font-size="17" font-weight="600">up to '
             f'<tspan font-size="40" fill="{colours.faster}">{most}</tspan>'

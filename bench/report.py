@@ -52,8 +52,8 @@ _TARGETS = f"""\
 
 {_GENERATED}
 
-What objcomm's figures should reach, for contributors: `python -m bench` compares each run with these
-targets. [Benchmarks](benchmarks.md) has the figures themselves, the machine, and the method.
+What objcomm's figures should reach, for contributors: `python -m bench` compares each run with
+these targets. [Benchmarks](benchmarks.md) has the figures themselves, the machine, and the method.
 """
 
 #: The cases that help a user decide: a description, the operation and the payload.

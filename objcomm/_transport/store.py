@@ -195,7 +195,7 @@ class Clients:
     A ``TCPStore`` serves one thread at a time, even while that thread waits. Two threads that
     connect at the same time through one client, or through the user's, would wait for each other.
 
-    One is kept for the next thread; others, needed when several threads connect at once, close, so
+    One is kept for the next thread; others, needed when several threads connect together, close, so
     that the store's host has one descriptor for each rank.
     """
 

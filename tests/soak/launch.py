@@ -119,8 +119,8 @@ def complaints(name: str, figures: list[list[Figures]], warm_up: int) -> list[st
 
 
 #: How much the medians of the first and the last third may differ, by the number of groups that
-#: were created and destroyed. Keys may not differ at all. A rank keeps up to two idle connections to
-#: the store, and may have none at the start. One left by each group would be some sixty.
+#: were created and destroyed. Keys may not differ at all. A rank keeps up to two idle connections
+#: to the store, and may have none at the start. One left by each group would be some sixty.
 _LIMITS: dict[str, Callable[[int], int]] = {
     "resident_nbytes": lambda _: 4 * MEBIBYTE,
     # torch 2.13 itself keeps 2.2 objects for each group that it created and destroyed.

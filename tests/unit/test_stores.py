@@ -36,8 +36,10 @@ def test_two_that_need_one_at_once_have_one_each_and_the_next_takes_one_of_these
     assert bare(one) is not bare(other)
     one.set("key", "of the store's own part")
     assert store.get("key") == other.get("key")
+    clients.give_back(other)
     clients.give_back(one)
     assert clients.take(store, 60.0) is one
+    assert clients.take(store, 60.0) is not other  # only one is kept
 
 
 def test_what_stands_under_a_key_is_read_and_nothing_is_written(store: dist.Store) -> None:
