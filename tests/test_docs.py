@@ -54,9 +54,9 @@ def test_a_block_of_the_documentation_runs(block: Block, tmp_path: Path) -> None
 
 #: Values that a page promises, and the place of each in the code.
 NUMBERS = [
-    (Settings.report_after, "guide/failures", "A call that has waited for {:g} s is [logged]"),
+    (Settings.report_after, "guide/failures", "when a call has waited for {:g} s"),
     (Settings.report_after, "guide/multi-host", "`objcomm.configure(report_after=…)` | {:g} s |"),
-    (Settings.lost_after, "guide/failures", "on which nothing has come back for {:g} s"),
+    (Settings.lost_after, "guide/failures", "that has had no response for {:g} s"),
     (Settings.lost_after, "guide/multi-host", "`objcomm.configure(lost_after=…)` | {:g} s |"),
     (mesh._REPORT_SECONDS, "reference/failing", "A first use that waits for {:g} s is logged"),  # noqa: SLF001  # promised
     (launch._GRACE_SECONDS, "guide/starting", "The other ranks have {:g} s to notice"),  # noqa: SLF001  # likewise

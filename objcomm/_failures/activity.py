@@ -342,12 +342,12 @@ def monitor(interval: float | timedelta = 1.0) -> Iterator[Activity]:
     of the job.
 
     Args:
-        interval: seconds or timedelta from one look to the next.
+        interval: seconds or timedelta between updates.
 
     Returns:
         An iterator that ends when this process leaves the world. A rank that does not answer, and
         all of them if the store does not, has the state ``"no answer"``. Rates and
-        ``awaited_seconds`` are known from the second look on.
+        ``awaited_seconds`` are known from the second update on.
 
     Raises:
         UsageError: ``interval`` is wrong; or the environment promises other ranks, but
