@@ -58,13 +58,13 @@ NUMBERS = [
     (Settings.report_after, "guide/multi-host", "`objcomm.configure(report_after=…)` | {:g} s |"),
     (Settings.lost_after, "guide/failures", "that has had no response for {:g} s"),
     (Settings.lost_after, "guide/multi-host", "`objcomm.configure(lost_after=…)` | {:g} s |"),
-    (mesh._REPORT_SECONDS, "reference/failing", "A first use that waits for {:g} s is logged"),  # noqa: SLF001  # promised
+    (mesh._REPORT_SECONDS, "reference/failing", "If a first use has been waiting for {:g} s, "),  # noqa: SLF001  # promised
     (launch._GRACE_SECONDS, "guide/starting", "The other ranks have {:g} s to notice"),  # noqa: SLF001  # likewise
     (mailbox._KEPT_MAX_NBYTES >> 20, "guide/point-to-point", "keeps up to {} MiB of one sender's"),  # noqa: SLF001  # likewise
-    (FOREVER_SECONDS // 86400, "reference/failing", "Longer limits than {:g} days, "),
-    (FOREVER_SECONDS // 86400, "reference/failing", "included, count as {:g} days."),
-    (header._NAME_MIN_NBYTES, "reference/failing", "the beginning of the call's `name=`: {} bytes"),  # noqa: SLF001  # likewise
-    (failure_message._TEXT_MAX_NBYTES, "reference/failing", "of more than {} bytes is cut in"),  # noqa: SLF001  # likewise
+    (FOREVER_SECONDS // 86400, "reference/failing", "Limits longer than {:g} days, "),
+    (FOREVER_SECONDS // 86400, "reference/failing", " count as {:g} days."),
+    (header._NAME_MIN_NBYTES, "reference/failing", "at least the first {} bytes of the call's `name=`"),  # noqa: SLF001  # likewise
+    (failure_message._TEXT_MAX_NBYTES, "reference/failing", "of more than {} bytes has its middle removed"),  # noqa: SLF001  # likewise
 ]
 
 
