@@ -58,7 +58,7 @@ NUMBERS = [
     (Settings.report_after, "guide/multi-host", "`objcomm.configure(report_after=…)` | {:g} s |"),
     (Settings.lost_after, "guide/failures", "that has had no response for {:g} s"),
     (Settings.lost_after, "guide/multi-host", "`objcomm.configure(lost_after=…)` | {:g} s |"),
-    (mesh._REPORT_SECONDS, "reference/failing", "If a first use has been waiting for {:g} s, "),  # noqa: SLF001  # promised
+    (mesh._REPORT_SECONDS, "reference/failing", "If it is still waiting after {:g} s, a message"),  # noqa: SLF001  # promised
     (launch._GRACE_SECONDS, "guide/starting", "The other ranks have {:g} s to notice"),  # noqa: SLF001  # likewise
     (mailbox._KEPT_MAX_NBYTES >> 20, "guide/point-to-point", "keeps up to {} MiB of one sender's"),  # noqa: SLF001  # likewise
     (FOREVER_SECONDS // 86400, "reference/failing", "Limits longer than {:g} days, "),
