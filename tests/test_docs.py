@@ -62,9 +62,9 @@ NUMBERS = [
     (launch._GRACE_SECONDS, "guide/starting", "The other ranks have {:g} s to notice"),  # noqa: SLF001  # likewise
     (mailbox._KEPT_MAX_NBYTES >> 20, "guide/point-to-point", "keeps up to {} MiB of one sender's"),  # noqa: SLF001  # likewise
     (FOREVER_SECONDS // 86400, "reference/failing", "Limits longer than {:g} days, "),
-    (FOREVER_SECONDS // 86400, "reference/failing", " count as {:g} days."),
-    (header._NAME_MIN_NBYTES, "reference/failing", "at least the first {} bytes of the call's `name=`"),  # noqa: SLF001  # likewise
-    (failure_message._TEXT_MAX_NBYTES, "reference/failing", "of more than {} bytes has its middle removed"),  # noqa: SLF001  # likewise
+    (FOREVER_SECONDS // 86400, "reference/failing", '`float("inf")`, count as {:g} days.'),
+    (header._NAME_MIN_NBYTES, "reference/failing", "the first {} bytes of the call's `name=`"),  # noqa: SLF001  # likewise
+    (failure_message._TEXT_MAX_NBYTES, "reference/failing", "of more than {} bytes has its"),  # noqa: SLF001  # likewise
 ]
 
 

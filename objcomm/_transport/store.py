@@ -195,8 +195,8 @@ class Clients:
     A ``TCPStore`` serves one thread at a time, even while that thread waits. Two threads that
     connect at the same time through one client, or through the user's, would wait for each other.
 
-    One is kept for the next thread; others, needed when several threads connect together, close, so
-    that the store's host has one descriptor for each rank.
+    One is kept for the next thread. Others, needed while several threads connect, then close: each
+    is a descriptor of the store's host.
     """
 
     def __init__(self) -> None:

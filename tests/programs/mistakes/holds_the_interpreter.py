@@ -3,7 +3,7 @@
 ranks: 2
 0: TransportTimeout
     says rank 1 did not arrive within 2 s
-    says rank 1 … no answer
+    says rank 1 … no answer … for | rank 1 … no answer … since | rank 1 … has failed (no answer)
 1: any
 """
 
