@@ -138,6 +138,7 @@ class _Agreement:
         self._deadline = deadline
         self._board_thread = board_thread_of(process_group_of(None))
         self._key = whole.agreement
+        self._failed_rounds: list[str] = []  # the nonces of their meshes
 
     def begin(self) -> Verdict:
         """Return the list in the store, or write one that excludes ranks known to be lost."""
@@ -224,6 +225,7 @@ class _Agreement:
         """
         if part.mesh is None:
             return None
+        self._failed_rounds.append(part.mesh.nonce)
         try:
             held = self._held(lambda board: board.look(self._key) or standing)
         except TransportTimeout:
@@ -251,15 +253,25 @@ class _Agreement:
     def end(self, standing: Verdict) -> None:
         """Remove the list from the store once all of its ranks have returned.
 
-        It stays if an excluded rank may be alive: that rank still has to find out.
+        The verdicts on failed rounds and on the old group go with it: a rank that joined later, or
+        that died, never acknowledges them. All stay if an excluded rank may be alive: that rank
+        still has to find out.
         """
         key, whole, processes = self._key, self._whole, self._board_thread.processes
         excluded = [whole.ranks[rank] for rank in standing.ranks]
+        failed = self._failed_rounds
+        ended = [whole.mesh.nonce] if excluded and whole.mesh is not None else []
 
         def acknowledge(board: Board) -> None:
             board.learn(excluded)
-            if all(map(processes.end_of, excluded)):
-                board.acknowledge(key, whole.size - len(excluded))
+            if not all(map(processes.end_of, excluded)):
+                return
+            for nonce in failed:
+                board.retract(nonce)
+            # By then, every rank that is alive has acknowledged the verdict on the old group.
+            if board.acknowledge(key, whole.size - len(excluded)):
+                for nonce in ended:
+                    board.retract(nonce)
 
         whole.has_agreed()
         self._board_thread.submit(acknowledge)

@@ -1,6 +1,7 @@
 """survivors: a group of the ranks that are alive, the same list on all of them."""
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -85,8 +86,7 @@ def go_on_without(*dead: int) -> None:
     mesh = resolve(None).mesh
     assert mesh is not None
     assert mesh.is_closed
-    if len(dead) == 1:  # one that dies without having read of another's death leaves its keys
-        assert_no_verdict_stays(store_of(dist.group.WORLD))
+    assert_no_verdict_stays(store_of(dist.group.WORLD))
 
 
 @ranks(2, 3, 4, expect_dead={1})
@@ -191,6 +191,27 @@ def test_a_second_death_during_the_agreement(step: str) -> None:
     if 2 in members(group):  # it died once all had agreed
         group = objcomm.survivors(group, timeout=PATIENCE_S)
     assert_all_works(group, [0, 3])
+
+
+@ranks(4, expect_dead={1})
+def test_no_verdict_of_a_round_stays_that_failed_before_a_rank_joined() -> None:
+    objcomm.barrier()
+    if here().rank == 1:
+        hear("0 begins round 1")
+        hear("2 begins round 1")
+        die()
+    if here().rank == 3:
+        hear("0 begins round 2")
+        hear("2 begins round 2")
+    rounds = itertools.count(1)
+
+    def begin(*given: Any, **named: Any) -> Any:
+        say(f"{here().rank} begins round {next(rounds)}")
+        return split.connected(*given, **named)
+
+    with mock.patch.object(module, "connected", begin):
+        assert_all_works(objcomm.survivors(timeout=PATIENCE_S), [0, 2, 3])
+    assert_no_verdict_stays(store_of(dist.group.WORLD))
 
 
 # Ranks that do not come, or come too late
