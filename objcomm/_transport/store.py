@@ -219,20 +219,15 @@ class Clients:
         if self._pid != os.getpid():  # a parent's connections belong to the parent
             self._pid = os.getpid()
             self._free.clear()
-        while (kept := self._last_kept()) is not None:
-            # It may have broken while unused, for example by an outage.
-            with contextlib.suppress(dist.DistNetworkError):
-                kept.check([_NO_KEY])
-                return kept
+        # The one that is kept may have broken while unused, for example by an outage.
+        with contextlib.suppress(IndexError, dist.DistNetworkError):
+            kept = self._free.pop()
+            kept.check([_NO_KEY])
+            return kept
         if self._latest and all(has_closed(*each) for each in self._latest.items()):
             refuse_lost(store)
         own, self._latest, _ = _client(store, lost_seconds)
         return own
-
-    def _last_kept(self) -> dist.Store | None:
-        with contextlib.suppress(IndexError):
-            return self._free.pop()
-        return None
 
     def give_back(self, own: dist.Store) -> None:
         """Keep a connection for the next thread; drop one that raised: an answer may still come."""
