@@ -201,14 +201,18 @@ def broadcast_file(
     own = firsts[hosts[whole.rank]]
     beside = [rank for rank, host in enumerate(hosts) if firsts[host] == own != rank]
     with failing_together(_OPERATION, group, deadline.seconds_left, name=name), ExitStack() as ends:
-        target = None
+        target: Copy | _InMemory | None = None
         if whole.rank == own:
             top = Path(path) if path is not None and whole.rank == root else None
-            target = _target(listing, top, to, is_shared=bool(beside))
+            if to is None:
+                target = _InMemory(listing, is_shared=bool(beside))
+            elif top is None or not (Path(to).exists() and top.samefile(to)):
+                target = Copy(Path(to), listing)
             members = tuple(sorted(firsts.values()))
             part = whole if len(members) == whole.size else whole.part(members)
-            first = _First(partial(begin, part), members.index(root), part.size, listing)
-            first.transfer(top, target, bar, ends)
+            begin_among = partial(begin, part)
+            first = _First(begin_among, members.index(root), part.size, listing, top, target, bar)
+            first.transfer(ends)
         if to is not None:
             return Path(to)
         return _handed_out(begin(group, "share"), own, beside, listing, target)
@@ -294,24 +298,6 @@ def _name_one_copy(call: Call, to: PathLike, hosts: Sequence[int]) -> None:
             is_part=lambda plain: type(plain) is str,
             is_answer=lambda plain: plain is None,
         )()
-
-
-def _target(
-    listing: Listing, top: Path | None, to: PathLike | None, *, is_shared: bool
-) -> "Copy | _InMemory | None":
-    """Return where a host's copy goes; None if the source's own files are there.
-
-    Args:
-        listing: what is copied.
-        top: the path of it, on the source.
-        to: as the user gave it.
-        is_shared: whether other ranks of this host need memory.
-    """
-    if to is None:
-        return _InMemory(listing, is_shared=is_shared)
-    if top is not None and Path(to).exists() and top.samefile(to):
-        return None
-    return Copy(Path(to), listing)
 
 
 class _InMemory:
@@ -413,7 +399,16 @@ def _handed_out(
 class _First:
     """The part in a transfer of the ranks that are the first of their hosts."""
 
-    def __init__(self, begin: Callable[..., Call], root: int, size: int, listing: Listing) -> None:
+    def __init__(  # noqa: PLR0917  # each has its own type
+        self,
+        begin: Callable[..., Call],
+        root: int,
+        size: int,
+        listing: Listing,
+        top: Path | None,
+        target: Copy | _InMemory | None,
+        bar: Bar | None,
+    ) -> None:
         """Name the parts of a transfer.
 
         Args:
@@ -421,48 +416,41 @@ class _First:
             root: the source, among these ranks.
             size: number of these ranks.
             listing: what is copied.
-        """
-        self._begin = begin
-        self._root = root
-        self._size = size
-        self._listing = listing
-        self._line = SerialExecutor(f"objcomm-{_CALLED}")
-        self._buffers: list[torch.Tensor] = []
-
-    def transfer(
-        self,
-        top: Path | None,
-        target: Copy | _InMemory | None,
-        bar: Bar | None,
-        ends: ExitStack,
-    ) -> None:
-        """Move everything, and return when it is in place on each host.
-
-        Args:
             top: the path of what is copied, on the source.
             target: this host's copy; None if the source's own files are in its place.
             bar: shows the progress.
+        """
+        self._begin = begin
+        self._root, self._size = root, size
+        self._listing = listing
+        self._top, self._target, self._bar = top, target, bar
+        self._line = SerialExecutor(f"objcomm-{_CALLED}")
+        self._buffers: list[torch.Tensor] = []
+
+    def transfer(self, ends: ExitStack) -> None:
+        """Move everything, and return when it is in place on each host.
+
+        Args:
             ends: closes what is opened here.
         """
+        listing, target, bar = self._listing, self._target, self._bar
         if target is None and self._size == 1:
             return
         for each in (bar, target):
             if each is not None:
                 ends.callback(each.close)
-        listing = self._listing
         reader = None
-        if top is not None:
-            reader = Reader(top, listing)  # before the digests of what the hosts have already
+        if self._top is not None:
+            reader = Reader(self._top, listing)  # before the digests of what the hosts have already
             ends.callback(reader.close)
-        starts = self._starts(top, target)
-        plan = pieces(listing.sizes, starts, _PIECE_NBYTES)
+        starts = self._starts()
         # When a piece is taken, the one before it is still sent and written.
         nbytes = min(_PIECE_NBYTES, listing.nbytes) + DIGEST_NBYTES
         self._buffers = [empty(nbytes) for _ in range(_RECEIVES_AHEAD + 2)]
         if bar is not None:
             bar.expect(listing.nbytes - sum(starts))
         ends.callback(self._line.drain)  # before the files are closed
-        self._stream(plan, reader, target, bar)
+        self._stream(pieces(listing.sizes, starts, _PIECE_NBYTES), reader)
         if target is not None:
             target.finish()
         with self._begin("finish") as call:
@@ -472,9 +460,9 @@ class _First:
         if target is not None:
             target.publish()
 
-    def _starts(self, top: Path | None, target: Copy | _InMemory | None) -> list[int]:
+    def _starts(self) -> list[int]:
         """Return for each file how many bytes all hosts have already."""
-        listing = self._listing
+        listing, target = self._listing, self._target
         has = [max(0, size) for size in listing.sizes] if target is None else target.begin()
 
         def are_lengths(plain: Any) -> bool:
@@ -492,7 +480,7 @@ class _First:
         files = [file for file, start in enumerate(starts) if start]
         if not files:
             return starts
-        tops = [top] if top is not None else []
+        tops = [self._top] if self._top is not None else []
         if isinstance(target, Copy):
             tops.append(target.path)
 
@@ -518,41 +506,33 @@ class _First:
             starts[file] *= is_equal
         return starts
 
-    def _stream(
-        self,
-        plan: Iterator[list[Part]],
-        reader: Reader | None,
-        target: Copy | _InMemory | None,
-        bar: Bar | None,
-    ) -> None:
+    def _stream(self, plan: Iterator[list[Part]], reader: Reader | None) -> None:
         """Move all pieces from host to host, and raise what this rank could not do.
 
         Args:
             plan: the pieces.
             reader: reads them, on the source.
-            target: where to write them.
-            bar: shows the progress.
         """
         while stretch := list(itertools.islice(plan, _PIECES_OF_A_STRETCH)):
             with self._begin("stretch", self._root) as call:
                 if call.is_alone:
-                    error = self._move(None, stretch, reader, target, bar)
+                    error = self._move(None, stretch, reader)
                 else:
                     with call.exchange as exchange:
-                        error = self._move(exchange, stretch, reader, target, bar)
+                        error = self._move(exchange, stretch, reader)
             # Not in the traffic: other ranks of this part would report it as their own.
             if error is not None:
                 raise error
 
     def _move(
-        self,
-        exchange: Exchange | None,
-        stretch: Sequence[list[Part]],
-        reader: Reader | None,
-        target: Copy | _InMemory | None,
-        bar: Bar | None,
+        self, exchange: Exchange | None, stretch: Sequence[list[Part]], reader: Reader | None
     ) -> BaseException | None:
         """Move some pieces; while one travels, the next is read and the last is written.
+
+        Args:
+            exchange: the traffic; None without other hosts.
+            stretch: the pieces.
+            reader: reads them, on the source.
 
         Returns:
             What this rank could not do. It has passed on all pieces even so.
@@ -564,15 +544,15 @@ class _First:
             coming = self._read(stretch, reader)
         else:
             coming = self._received(exchange, stretch, parent)
-        error, writing = None, None
+        target, error, writing = self._target, None, None
         for piece, flat, failure in coming:
             for child in children:
                 if exchange is not None:
                     exchange.hand_over()  # so that no more than one piece is kept for it
                     exchange.send_flat(flat, child, is_ended=True)
             error = error or failure
-            if bar is not None:
-                bar.moved(nbytes_of(piece))
+            if self._bar is not None:
+                self._bar.moved(nbytes_of(piece))
             if writing is not None:
                 error, writing = error or writing.exception(), None
             if error is None and target is not None:
@@ -584,7 +564,7 @@ class _First:
     def _room(self, at: int, piece: Sequence[Part]) -> torch.Tensor:
         """Return memory for the piece at a position; it is used again for a later one."""
         # New memory for each piece was not reused: after 24 MiB the process was 24 MiB larger.
-        return self._buffers[at % len(self._buffers)][: _nbytes_of(piece)]
+        return self._buffers[at % len(self._buffers)][: nbytes_of(piece) + DIGEST_NBYTES]
 
     def _read(self, stretch: Sequence[list[Part]], reader: Reader | None) -> Iterator[_Coming]:
         """Read pieces on the source, one ahead."""
@@ -616,11 +596,6 @@ class _First:
         outcome: Future[T] = Future()
         self._line.submit(partial(carried_out, job, outcome))
         return outcome
-
-
-def _nbytes_of(piece: Sequence[Part]) -> int:
-    """Return the length of a piece with its digest."""
-    return nbytes_of(piece) + DIGEST_NBYTES
 
 
 def _read(reader: Reader, piece: Sequence[Part], into: torch.Tensor) -> None:
