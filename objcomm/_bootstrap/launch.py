@@ -295,11 +295,14 @@ class _Job:
         failures: dict[int, RankFailure] = {}
         for rank in range(self._nproc):
             try:
-                results.append(self._result(rank))
-            except _Failed as failed:
-                failures[rank] = failed.failure
+                failure = self._failure(rank)
+                if failure is None:
+                    content = self._path("result", rank).read_bytes()
+                    results.append(pickle.loads(content))  # noqa: S301  # our own rank's
             except Exception as error:  # noqa: BLE001  # raised by code of the result itself
-                failures[rank] = failure_of(error, rank)
+                failure = failure_of(error, rank)
+            if failure is not None:
+                failures[rank] = failure
         if failures:
             in_order = sorted(failures, key=self._when)
             raise LaunchError(self._name, {rank: failures[rank] for rank in in_order})
@@ -320,27 +323,20 @@ class _Job:
         is_caused_elsewhere, _ = json.loads(path.read_text(encoding="utf-8"))
         return int(is_caused_elsewhere), path.stat().st_mtime_ns
 
-    def _result(self, rank: int) -> object:
+    def _failure(self, rank: int) -> RankFailure | None:
+        """Return why a rank left no result; None if it did."""
         ended = self.failed.get(rank)
         if not ended and self._path("result", rank).exists():
-            return pickle.loads(self._path("result", rank).read_bytes())  # noqa: S301  # our own rank's
+            return None
         if not ended and self._path("failure", rank).exists():
             _, failure = json.loads(self._path("failure", rank).read_text(encoding="utf-8"))
-            raise _Failed(RankFailure(rank, *failure))
+            return RankFailure(rank, *failure)
         status = self._processes()[rank].returncode or 0
         how = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
         reason = ended or f"its process ended without a report: {how}"
         stacks = self._path("stacks", rank)
         text = stacks.read_text(errors="replace") if stacks.exists() else ""
-        raise _Failed(RankFailure(rank, "ChildProcessError", reason, text))
-
-
-class _Failed(Exception):
-    """A rank did not return a result. Used only within this module."""
-
-    def __init__(self, failure: RankFailure) -> None:
-        super().__init__(failure)
-        self.failure = failure
+        return RankFailure(rank, "ChildProcessError", reason, text)
 
 
 def _restore_chosen(before: Mapping[signal.Signals, Any]) -> None:
