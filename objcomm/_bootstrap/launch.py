@@ -105,10 +105,10 @@ def launch(
     order = _pickled(name, (fn, args, joined, backend))
     stopped = 0
     folders = tempfile.TemporaryDirectory(prefix="objcomm-launch-")
-    with folders as folder, _handlers_kept(), _quiet():
+    with folders as folder, _handlers_kept() as handlers, _quiet():
         job = _Job(name, Path(folder), nproc, environment or {})
         try:
-            job.run(order, limit)
+            job.run(order, limit, handlers)
             results = job.results()
         except BaseException as error:
             stopped = getattr(error, "sigval", 0)  # if it is torch's SignalException
@@ -134,12 +134,12 @@ def _pickled(name: str, order: tuple[object, ...]) -> bytes:
 
 
 @contextlib.contextmanager
-def _handlers_kept() -> Iterator[None]:
+def _handlers_kept() -> Iterator[dict[signal.Signals, Any]]:
     """Restore the signal handlers that torch's launcher replaces, on the main thread only."""
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {each: signal.getsignal(each) for each in _SIGNALS} if is_main else {}
     try:
-        yield
+        yield handlers
     finally:
         for each, handler in handlers.items():
             signal.signal(each, handler)
@@ -189,8 +189,14 @@ class _Job:
         self._context: Any = None
         self.failed: dict[int, str] = {}
 
-    def run(self, order: bytes, limit: float) -> None:
-        """Start all ranks, and return when all have ended."""
+    def run(self, order: bytes, limit: float, handlers: Mapping[signal.Signals, Any]) -> None:
+        """Start all ranks, and return when all have ended.
+
+        Args:
+            order: what each rank runs.
+            limit: how many seconds all ranks may take.
+            handlers: the program's signal handlers; empty on other threads than the main one.
+        """
         # Imported here because it takes as long as all of objcomm, and only launching needs it.
         from torch.distributed.elastic.multiprocessing import (  # noqa: PLC0415  # see above
             DefaultLogsSpecs,
@@ -202,7 +208,6 @@ class _Job:
         # The ranks meet in this process, as in torchrun's, so the port can't be taken meanwhile.
         store = loopback_store()
         command = ("-c", _PROGRAM, json.dumps(sys.path), str(self._folder), str(os.getpid()))
-        before = {each: signal.getsignal(each) for each in _SIGNALS}
         self._context = start_processes(
             "objcomm",
             sys.executable,
@@ -211,7 +216,9 @@ class _Job:
             DefaultLogsSpecs(log_dir=str(self._folder)),
         )
         try:
-            _restore_chosen(before)
+            for each, handler in handlers.items():
+                if handler is not signal.SIG_DFL:  # torch's stays for a signal that would end it
+                    signal.signal(each, handler)
             self._wait(deadline, limit)
         finally:
             self._context.close(timeout=int(_GRACE_SECONDS))
@@ -337,11 +344,3 @@ class _Job:
         stacks = self._path("stacks", rank)
         text = stacks.read_text(errors="replace") if stacks.exists() else ""
         return RankFailure(rank, "ChildProcessError", reason, text)
-
-
-def _restore_chosen(before: Mapping[signal.Signals, Any]) -> None:
-    """Restore handlers that the program has set; torch's stay for signals that would end it."""
-    if threading.current_thread() is threading.main_thread():
-        for each, handler in before.items():
-            if handler is not signal.SIG_DFL:
-                signal.signal(each, handler)
