@@ -68,6 +68,11 @@ class Placement(NamedTuple):
         """
         return "WORLD_SIZE" if self.launcher == "torchrun" else self.launcher
 
+    @property
+    def address(self) -> str:
+        """``host:port`` where the ranks meet, with an IPv6 address in brackets."""
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
 
 class Unjoined(NamedTuple):
     """What a launcher's variables say about a process that has not joined the other ranks.

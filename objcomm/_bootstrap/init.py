@@ -420,7 +420,6 @@ def _joined(
     chosen_now = settings()  # a wrong variable must fail here, before this rank meets others
     _ = chosen_now.chosen_transport, chosen_now.chosen_ports, environment_check()
     environment_secret()
-    address = f"{f'[{place.host}]' if ':' in place.host else place.host}:{place.port}"
     try:
         agents = has_agent_store(os.environ)
         store = _store(place, limit, is_agents=agents)
@@ -438,21 +437,12 @@ def _joined(
             store.set(_HAVE_JOINED, "")
     except (RuntimeError, ValueError, TimeoutError) as error:
         shutdown()
-        absent = error.missing if isinstance(error, _NotComeError) else ()
-        # The private error adds nothing to the text.
-        cause = error.__cause__ if isinstance(error, _NotComeError) else error
-        raise StartError(place.rank, place.world_size, address, str(error), absent) from cause
+        if isinstance(error, StartError):
+            raise
+        raise StartError(place.rank, place.world_size, place.address, str(error)) from error
     return Start(
-        place.launcher, place.rank, place.world_size, place.local_rank, chosen, own, address
+        place.launcher, place.rank, place.world_size, place.local_rank, chosen, own, place.address
     )
-
-
-class _NotComeError(TimeoutError):
-    """Some ranks have not arrived. This module converts it to a StartError."""
-
-    def __init__(self, reason: str, missing: tuple[int, ...]) -> None:
-        super().__init__(reason)
-        self.missing = missing
 
 
 # The return type is quoted for a torch that was built without distributed.
@@ -460,7 +450,7 @@ def _store(place: Placement, limit: timedelta | None, *, is_agents: bool) -> "di
     """Connect to the store where ranks meet: torchrun's, for all attempts, or one on rank 0.
 
     Raises:
-        TimeoutError: the store is on rank 0, which can't be reached.
+        StartError: the store is on rank 0, which can't be reached.
     """
     from torch.distributed.constants import default_pg_timeout  # noqa: PLC0415  # needs distributed
 
@@ -487,7 +477,7 @@ def _store(place: Placement, limit: timedelta | None, *, is_agents: bool) -> "di
         if place.rank == 0 or is_agents:
             raise
         reason = f"rank 0, where all ranks meet, has not started or can't be reached ({error})"
-        raise _NotComeError(reason, (0,)) from error
+        raise StartError(place.rank, place.world_size, place.address, reason, (0,)) from error
 
 
 def _await_host(place: Placement, seconds: float, *, is_host: bool) -> None:
@@ -530,7 +520,7 @@ def _call_the_roll(part: "dist.Store", place: Placement, seconds: float) -> None
     """Wait until all ranks have arrived at a part of the store.
 
     Raises:
-        TimeoutError: some have not arrived.
+        StartError: some have not arrived.
     """
     turn = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     missing = call_the_roll(part, place.rank, place.world_size, seconds, turn)
@@ -538,9 +528,8 @@ def _call_the_roll(part: "dist.Store", place: Placement, seconds: float) -> None
         here = [rank for rank in range(place.world_size) if rank not in missing]
         come = f"{ranks_text(here)} {'has' if len(here) == 1 else 'have'}"
         have = "has" if len(missing) == 1 else "have"
-        raise _NotComeError(
-            f"{ranks_text(missing)} {have} not arrived within {seconds:g} s, {come}", missing
-        )
+        reason = f"{ranks_text(missing)} {have} not arrived within {seconds:g} s, {come}"
+        raise StartError(place.rank, place.world_size, place.address, reason, missing)
 
 
 def _fresh_part(store: "dist.Store", place: Placement) -> "dist.Store":
