@@ -143,10 +143,8 @@ class ShownMaybeAsyncOptions(ShownOptions, MaybeAsync):
     """The keywords of a call that can show a progress bar and returns a Work or its result."""
 
 
-@functools.cache
-def physical_nbytes() -> int:
-    """Return the size of the machine's memory. No message can be larger."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+# The size of the machine's memory. No message can be larger.
+_PHYSICAL_NBYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass(frozen=True)
@@ -174,8 +172,8 @@ class Settings:
     """
 
     codec: str = "pickle"
-    max_nbytes: int = physical_nbytes()
-    max_operation_nbytes: int = physical_nbytes()
+    max_nbytes: int = _PHYSICAL_NBYTES
+    max_operation_nbytes: int = _PHYSICAL_NBYTES
     max_depth: int = 200
     max_buffers: int = 1 << 19
     accept: frozenset[str] | None = None
