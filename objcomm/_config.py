@@ -240,9 +240,7 @@ def process_settings() -> Settings:
 
 
 def settings_with(
-    accept: Iterable[str] | None = None,
-    allow: Iterable[Allowed] | None = None,
-    operation: str = "",
+    accept: Iterable[str] | None, allow: Iterable[Allowed] | None, operation: str
 ) -> Settings:
     """Return the options in effect here, overridden by a call's own arguments.
 
@@ -255,7 +253,7 @@ def settings_with(
         UsageError: ``accept`` or ``allow`` is not such a list, or ``allow`` names something that
             does not exist or can't be admitted safely.
     """
-    before = _own.get() or _Process.settings
+    before = settings()
     if accept is None and allow is None:
         return before
     return replace(
@@ -529,9 +527,9 @@ def _check_numbers(changed: Mapping[str, Any]) -> None:
 def _codecs(accept: Iterable[str], operation: str) -> frozenset[str]:
     names = [accept] if isinstance(accept, str) else _members(accept)
     if names is None or not all(isinstance(each, str) for each in names):
-        prefix = f"{operation}: " if operation else ""
         raise UsageError(
-            f"{prefix}accept={accept!r} must be a list of codec names, such as ['msgpack'], or None"
+            f"{operation}: accept={accept!r} must be a list of codec names, such as ['msgpack'], "
+            "or None"
         )
     return frozenset(names)
 
@@ -550,23 +548,23 @@ _BEYOND_CHECKING = frozenset({"numpy.ndarray", "numpy.dtype"})
 
 def _admitted(allow: Iterable[Allowed], operation: str) -> dict[str, Any]:
     """Map the names that a pickle uses for classes and functions to them."""
-    prefix = f"{operation}: " if operation else ""
     admitted = {}
     listed = [allow] if isinstance(allow, str) else _members(allow)
     if listed is None:
         raise UsageError(
-            f"{prefix}allow={allow!r} must be a list of classes, functions and their names, or None"
+            f"{operation}: allow={allow!r} must be a list of classes, functions and their names, "
+            "or None"
         )
     for each in listed:
-        found = _named(each, prefix) if isinstance(each, str) else each
+        found = _named(each, operation) if isinstance(each, str) else each
         name = f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', '')}"
         if not callable(found) or not name.strip("."):
             raise UsageError(
-                f"{prefix}allow= lists classes, functions and their names, not {each!r}"
+                f"{operation}: allow= lists classes, functions and their names, not {each!r}"
             )
         if name in _BEYOND_CHECKING:
             raise UsageError(
-                f"{prefix}allow= lists {name}, with which any message could end this process; "
+                f"{operation}: allow= lists {name}, with which any message could end this process; "
                 "dtypes and arrays of plain memory need no entry"
             )
         admitted[name] = found
@@ -575,11 +573,13 @@ def _admitted(allow: Iterable[Allowed], operation: str) -> dict[str, Any]:
     return admitted
 
 
-def _named(name: str, prefix: str) -> Any:
+def _named(name: str, operation: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"{prefix}allow= names {name!r}, which does not exist: {error}") from error
+        raise UsageError(
+            f"{operation}: allow= names {name!r}, which does not exist: {error}"
+        ) from error
 
 
 def seconds_of(operation: str, timeout: float | timedelta) -> float:
@@ -618,7 +618,7 @@ def whole_number(value: object) -> int | None:
         return None
 
 
-def parse_device(device: DeviceLike, operation: str = "") -> torch.device | None:
+def parse_device(device: DeviceLike, operation: str) -> torch.device | None:
     """Convert ``device=`` to a torch device.
 
     Args:
@@ -633,9 +633,8 @@ def parse_device(device: DeviceLike, operation: str = "") -> torch.device | None
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
-        prefix = f"{operation}: " if operation else ""
         raise UsageError(
-            f"{prefix}device={device!r} must be a torch.device, its name or number, or None: "
+            f"{operation}: device={device!r} must be a torch.device, its name or number, or None: "
             f"{error}"
         ) from error
 

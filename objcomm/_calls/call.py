@@ -98,7 +98,7 @@ class Coding:
         device: DeviceLike,
         accept: Iterable[str] | None,
         allow: Iterable[Allowed] | None,
-        operation: str = "",
+        operation: str,
     ) -> None:
         """Check the arguments, given as the user passed them to ``operation``.
 
