@@ -373,19 +373,17 @@ class configure:  # noqa: N801  # used as a function and as a context
             "max_depth": max_depth,
             "max_buffers": max_buffers,
             "check": None if check is None else _checked(check),
+            "record_folder": None if record_folder is None else os.fspath(record_folder),
             "report_after": report_after,
             "lost_after": lost_after,
             "transport": transport and _transport(transport, "configure: transport"),
             "ports": None if ports is None else _ports(ports, "configure: ports"),
+            "secret": None if key is None else secret_of(key),
         }
         changed: dict[str, Any] = {
             name: value for name, value in given.items() if value is not None
         }
         _check_numbers(changed)
-        if record_folder is not None:
-            changed["record_folder"] = os.fspath(record_folder)
-        if key is not None:
-            changed["secret"] = secret_of(key)
         self._before = _Process.settings if everywhere else None
         mine = replace(settings_with(accept, allow, "configure"), **changed)
         self._former, self._is_set = _own.get(), True
