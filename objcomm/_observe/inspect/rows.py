@@ -177,23 +177,24 @@ def _explain_absences(rows: dict[Key, CallRow], dumps: Sequence[Dump]) -> None:
         for rank in row.calls:
             made[key.stretch, rank].append(key.sequence)
     for key, row in rows.items():
-        for rank in key.members:
-            if key.pair and rank not in row.calls:
-                absence = _absence_of_message(row, rank, by_rank.get(rank))
-                row.absent |= {} if absence is None else {rank: absence}
-            elif rank not in row.calls:
-                sequences = made[key.stretch, rank]
-                row.absent[rank] = _absence(row, by_rank.get(rank), sequences)
+        for rank in [each for each in key.members if each not in row.calls]:
+            dump = by_rank.get(rank)
+            groups = () if dump is None else dump.groups
+            same = (each for each in groups if (each.name, each.ranks) == (key.group, key.ranks))
+            group = next(same, None)
+            if dump is None or (group is None and not dump.is_whole):
+                row.absent[rank] = Absence.NO_DUMP
+            elif not key.pair:
+                row.absent[rank] = _absence(row, dump, group, made[key.stretch, rank])
+            elif absence := _absence_of_message(row, rank, dump, group):
+                row.absent[rank] = absence
 
 
-def _absence(row: CallRow, dump: Dump | None, sequences: Sequence[int]) -> Absence:
+def _absence(
+    row: CallRow, dump: Dump, group: GroupDump | None, sequences: Sequence[int]
+) -> Absence:
     """Return why a rank is absent from a row, given its calls in the same stretch."""
     key = row.key
-    if dump is None:
-        return Absence.NO_DUMP
-    group = _group_of(key, dump)
-    if group is None and not dump.is_whole:
-        return Absence.NO_DUMP
     # The latest calls are remembered, so a call before a remembered one was made and forgotten.
     is_forgotten = any(number > key.sequence for number in sequences)
     is_met = key.sequence < 0 and (key.mesh != 0 or bool(sequences))
@@ -202,17 +203,11 @@ def _absence(row: CallRow, dump: Dump | None, sequences: Sequence[int]) -> Absen
     return Absence.EARLIER if dump.at < row.began else Absence.NEVER
 
 
-def _group_of(key: Key, dump: Dump) -> GroupDump | None:
-    same = (each for each in dump.groups if (each.name, each.ranks) == (key.group, key.ranks))
-    return next(same, None)
-
-
-def _absence_of_message(row: CallRow, rank: int, dump: Dump | None) -> Absence | None:
+def _absence_of_message(
+    row: CallRow, rank: int, dump: Dump, group: GroupDump | None
+) -> Absence | None:
     """Return why the other rank is absent from a message; ``None`` if its absence is normal."""
     key, (call,) = row.key, row.calls.values()
-    group = None if dump is None else _group_of(key, dump)
-    if dump is None or (group is None and not dump.is_whole):
-        return Absence.NO_DUMP
     if call.is_meeting or (call.is_probe and call.has_returned):
         return None
     if group is not None and group.is_full and row.began < group.began:
