@@ -199,11 +199,10 @@ def _last_of(rank: int, row: CallRow, rows: Sequence[CallRow]) -> CallRow | None
         and each.key.sequence >= 0
         and (each.key.group, each.key.ranks) == (row.key.group, row.key.ranks)
     ]
-    # Messages do not belong to a lane.
-    is_same = [each.key.stretch == row.key.stretch or bool(each.key.pair) for each in own]
-    same = own if row.key.pair else [each for each, same in zip(own, is_same, strict=True) if same]
-    same = same or own
-    return max(same, key=lambda each: each.calls[rank].began, default=None)
+    if not row.key.pair:  # messages do not belong to a lane
+        same = [each for each in own if each.key.pair or each.key.stretch == row.key.stretch]
+        own = same or own
+    return max(own, key=lambda each: each.calls[rank].began, default=None)
 
 
 def _made(call: DumpedCall, folder: str) -> str:

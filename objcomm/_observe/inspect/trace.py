@@ -32,13 +32,16 @@ def trace(
     threads: dict[tuple[Any, ...], int] = {}
     slices: dict[tuple[int, int], list[Event]] = {}
     found: dict[tuple[Key, int], Event] = {}
-    names: list[Event] = [_process_name(dump) for dump in dumps]
+    names = [
+        _name("process_name", dump.rank, 0, f"rank {dump.rank} ({dump.host}, pid {dump.pid})")
+        for dump in dumps
+    ]
     for row in rows:
         lane = (row.key.group, row.key.ranks, row.key.lane)
         is_new = lane not in threads
         thread = threads.setdefault(lane, len(threads) + 1)
         if is_new:
-            names += [_thread_name(dump.rank, thread, row) for dump in dumps]
+            names += [_name("thread_name", dump.rank, thread, group_text(row)) for dump in dumps]
         for rank, call in row.calls.items():
             event = _slice(row, rank, call, began, max(at_of[rank], call.began))
             event["tid"] = thread
@@ -67,14 +70,8 @@ def trace(
     }
 
 
-def _process_name(dump: Dump) -> Event:
-    name = f"rank {dump.rank} ({dump.host}, pid {dump.pid})"
-    return {"ph": "M", "name": "process_name", "pid": dump.rank, "tid": 0, "args": {"name": name}}
-
-
-def _thread_name(rank: int, thread: int, row: CallRow) -> Event:
-    name = {"name": group_text(row)}
-    return {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": name}
+def _name(kind: str, rank: int, thread: int, text: str) -> Event:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": thread, "args": {"name": text}}
 
 
 def _slice(row: CallRow, rank: int, call: DumpedCall, began: float, dumped: float) -> Event:
