@@ -4,7 +4,8 @@ Neither package is needed. ``recorder`` decides what is counted, and when.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple
 from typing import Protocol
 
 from objcomm._config import GroupLike
@@ -80,7 +81,8 @@ def stats_to_prometheus(labels: Mapping[str, str] | None = None) -> str:
     counted = {}
     for (group, operation), of in _by_group().items():
         own = {"operation": operation, "group": group, "rank": max(rank(), 0)}
-        counted[_written(own | added)] = of
+        written = [f'{name}="{_escaped(str(value))}"' for name, value in (own | added).items()]
+        counted[",".join(written)] = of
     lines = []
     for field, (name, meaning) in _FIGURES.items():
         metric = f"objcomm_{name}_total"
@@ -121,8 +123,7 @@ def stats_to_tensorboard(writer: ScalarWriter, step: int, group: GroupLike = Non
 
 def totals() -> OperationStats:
     """Return the sums of all counters of this process."""
-    counted = _by_group().values()
-    return OperationStats(**{each: sum(getattr(of, each) for of in counted) for each in _FIGURES})
+    return _sum(_by_group().values())
 
 
 def _by_group() -> dict[tuple[str, str], OperationStats]:
@@ -136,14 +137,13 @@ def _by_group() -> dict[tuple[str, str], OperationStats]:
     for each in {id(each.counters): each for each in reversed(known_recorders())}.values():
         for operation, counted in each.counters.snapshot().items():
             before = found.get((each.name, operation), OperationStats())
-            sums = {field: getattr(before, field) + getattr(counted, field) for field in _FIGURES}
-            found[each.name, operation] = OperationStats(**sums)
+            found[each.name, operation] = _sum([before, counted])
     return found
 
 
-def _written(labels: Mapping[str, object]) -> str:
-    """Format labels as they appear between braces."""
-    return ",".join(f'{name}="{_escaped(str(value))}"' for name, value in labels.items())
+def _sum(counted: Iterable[OperationStats]) -> OperationStats:
+    columns = zip(*map(astuple, counted), strict=True)
+    return OperationStats(*map(sum, columns))
 
 
 def _escaped(value: str) -> str:
