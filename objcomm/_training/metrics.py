@@ -131,7 +131,6 @@ def gather_scalar(
         name=name,
         group=group,
         timeout=timeout,
-        codec=_codec_for(value),
         async_op=async_op,
     )
 
@@ -181,7 +180,6 @@ def all_gather_scalar(
         name=name,
         group=group,
         timeout=timeout,
-        codec=_codec_for(value),
         async_op=async_op,
     )
     return gathered
@@ -297,7 +295,6 @@ def gather_scalar_from_all_ranks(
         (dst, group_dst),
         group=group,
         timeout=timeout,
-        codec=_codec_for(value),
         confirm=True,
     )
 
@@ -321,8 +318,13 @@ def _gathered(
         async_op: whether to return a Work immediately.
         options: the user's own.
     """
-    if check is not None and (accepted := settings().accept) is not None:
-        options["accept"] = {*accepted, "msgpack"}  # all ranks accept a plain scalar
+    if check is not None:
+        # Ranks that refuse pickles accept a plain scalar; those of subclasses need pickle.
+        kind = type(given)
+        is_plain = kind in _PLAIN_SCALARS or kind.__module__ == "numpy" or kind is torch.Tensor
+        options["codec"] = "msgpack" if is_plain else "pickle"
+        if (accepted := settings().accept) is not None:
+            options["accept"] = {*accepted, "msgpack"}
     dst, group_dst = root or (None, None)
     with Call(
         operation,
@@ -336,13 +338,6 @@ def _gathered(
         gather: Callable[..., Callable[[], Any]] = gather_in if root else all_gather_in
         rest = gather(call, given, check or call.aside)
         return call.later(rest) if async_op else rest()
-
-
-def _codec_for(value: object) -> str:
-    """Choose msgpack for scalars, which ranks that refuse pickles accept; pickle for subclasses."""
-    kind = type(value)
-    is_plain = kind in _PLAIN_SCALARS or kind.__module__ == "numpy" or kind is torch.Tensor
-    return "msgpack" if is_plain else "pickle"
 
 
 def _check_scalar(value: T) -> T:
@@ -531,14 +526,14 @@ def _counted(metrics: Mapping[str, Any], count: float | Mapping[str, float]) -> 
     """
     if not isinstance(count, Mapping):
         _weight(count, "all names")
+        count = dict.fromkeys(metrics, count)
     counted = {}
     for name, value in metrics.items():
         if not isinstance(name, str):
             raise TypeError(f"a metric's name must be a string, not {name!r}")
-        if isinstance(count, Mapping) and name not in count:
+        if name not in count:
             raise ValueError(f"count= has no entry for {name!r}; give every name a count")
-        weight = count[name] if isinstance(count, Mapping) else count
-        counted[name] = _number(value, name), _weight(weight, name)
+        counted[name] = _number(value, name), _weight(count[name], name)
     return counted
 
 
