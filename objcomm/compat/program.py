@@ -64,7 +64,8 @@ def begin(*, is_first: bool, has_report: bool) -> None:
         has_report: whether rank 0 reports at its end what the calls have cost the ranks.
     """
     replacing.patch()
-    replacing.check_calls(is_on=os.environ.get("OBJCOMM_CHECK") != "0")
+    if os.environ.get("OBJCOMM_CHECK") != "0":
+        replacing.check_calls()
     if is_first and rank() == 0:
         if dist.is_available():
             _print_lines(f"objcomm {objcomm.__version__} in place of torch's {', '.join(NAMES)}")

@@ -454,18 +454,14 @@ def _call(
 _met_first: set[Operation] = set()
 
 
-def check_calls(*, is_on: bool) -> None:
+def check_calls() -> None:
     """Make every rank raise in the call that does not match another rank's, as torch does.
 
-    Every rank must pass the same value. This adds a few hundred microseconds to a small call.
+    Every rank must call this, or none. This adds a few hundred microseconds to a small call.
     ``objcomm.check`` does the same for objcomm's own calls.
     """
     # In the other operations every rank waits for all others anyway.
-    one_sided = {Operation.BROADCAST, Operation.GATHER, Operation.SCATTER}
-    if is_on:
-        _met_first.update(one_sided)
-    else:
-        _met_first.clear()
+    _met_first.update({Operation.BROADCAST, Operation.GATHER, Operation.SCATTER})
 
 
 def _check_root(name: str, joined: Group, root: int | None, group_root: int | None) -> None:
