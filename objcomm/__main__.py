@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[:1] == ["run"]:  # all that follows belongs to the program, options included
         importlib.import_module("objcomm.run").main(given[1:], typed=f"{typed} run")
     arguments = _parser(typed).parse_args(given)
-    command = importlib.import_module(f"objcomm.{arguments.room}.command")
+    command = importlib.import_module(f"objcomm.{arguments.module}")
     status: int = command.run(arguments, arguments.refuse)
     return status
 
@@ -65,7 +65,7 @@ def _parser(typed: str) -> argparse.ArgumentParser:
         metavar="N",
         help="show the last N calls of each lane, and all marked calls (default: %(default)s)",
     )
-    inspecting.set_defaults(room="_observe.inspect", refuse=inspecting.error)
+    inspecting.set_defaults(module="_observe.inspect.command", refuse=inspecting.error)
 
     examining = commands.add_parser(
         "doctor",
@@ -95,7 +95,7 @@ def _parser(typed: str) -> argparse.ArgumentParser:
         "--png", type=Path, metavar="FILE", help="draw latency and bandwidth as heat maps"
     )
     examining.add_argument("--json", type=Path, metavar="FILE", help="write all findings")
-    examining.set_defaults(room="_bootstrap.doctor", refuse=examining.error)
+    examining.set_defaults(module="_bootstrap.doctor.command", refuse=examining.error)
 
     watching = commands.add_parser(
         "top",
@@ -128,7 +128,7 @@ def _parser(typed: str) -> argparse.ArgumentParser:
         metavar="PORT",
         help="also serve metrics on this port of 127.0.0.1; 0 picks a free one",
     )
-    watching.set_defaults(room="_bootstrap.top", refuse=watching.error)
+    watching.set_defaults(module="_bootstrap.top", refuse=watching.error)
     return parser
 
 

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import objcomm
 from objcomm import Activity, RankActivity
 from objcomm.__main__ import main
-from objcomm._bootstrap.top import command
+from objcomm._bootstrap import top
 from objcomm._failures import activity as monitoring
 from objcomm._failures.activity import Monitor
 from objcomm._failures.deadlock import LaneWait, Step, WaitSnapshot
@@ -145,7 +145,7 @@ def test_no_text_of_the_store_controls_the_terminal() -> None:
     job.put("process/1", Process.own()._replace(end_reason=odd))
     activity = job.look()
     assert [row.state for row in activity.ranks] == ["waiting", "ended"]
-    lines = command._lines(activity, "here:1")  # noqa: SLF001  # what top prints
+    lines = top._lines(activity, "here:1")  # noqa: SLF001  # what top prints
     assert all(line.isprintable() and len(line) < 1000 for line in lines)
     assert activity.ranks[0].group.isprintable()
 
@@ -209,8 +209,8 @@ def test_prometheus_reads_what_ranks_do() -> None:
         RankActivity(0, "waiting", seconds=2.5, awaits=1, calls=7),
         RankActivity(1, "ended", awaited_seconds=1.5),
     )
-    with contextlib.ExitStack() as leaving, mock.patch.object(command, "_say") as told:
-        command._export_at(0, leaving)(Activity(0.0, rows, 1))  # noqa: SLF001  # as top does
+    with contextlib.ExitStack() as leaving, mock.patch.object(top, "_say") as told:
+        top._export_at(0, leaving)(Activity(0.0, rows, 1))  # noqa: SLF001  # as top does
         with urlopen(told.call_args[0][0].split()[-1]) as page:  # noqa: S310  # our own
             text = page.read().decode()
     assert text == objcomm.exporters.activity_to_prometheus(Activity(0.0, rows, 1))
@@ -230,8 +230,8 @@ def test_prometheus_reads_what_ranks_do() -> None:
 def serving(rows: int = 1) -> Iterator[tuple[str, int]]:
     """Metrics as top serves them; gives their address."""
     ranks = tuple(RankActivity(rank, "waiting") for rank in range(rows))
-    with contextlib.ExitStack() as leaving, mock.patch.object(command, "_say") as told:
-        command._export_at(0, leaving)(Activity(0.0, ranks, 0))  # noqa: SLF001  # as top does
+    with contextlib.ExitStack() as leaving, mock.patch.object(top, "_say") as told:
+        top._export_at(0, leaving)(Activity(0.0, ranks, 0))  # noqa: SLF001  # as top does
         yield "127.0.0.1", int(told.call_args[0][0].rpartition(":")[2].partition("/")[0])
 
 
@@ -259,7 +259,7 @@ def test_a_client_that_hangs_up_leaves_the_terminal_alone(
 
 
 def test_a_client_that_asks_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_CLIENT_SECONDS", 0.1)
+    monkeypatch.setattr(top, "_CLIENT_SECONDS", 0.1)
     with serving() as address, socket.create_connection(address, timeout=PATIENCE_S) as client:
         assert client.recv(1) == b""
 
@@ -268,10 +268,10 @@ def test_a_client_that_asks_nothing_is_disconnected(monkeypatch: pytest.MonkeyPa
 def test_a_terminal_shows_what_it_has_room_for(slowest: int, at: int) -> None:
     rows = tuple(RankActivity(rank, "computing", line="x" * 300) for rank in range(50))
     activity = Activity(0.0, rows, slowest)
-    lines = command._lines(activity, "here:1")  # noqa: SLF001  # what top prints
+    lines = top._lines(activity, "here:1")  # noqa: SLF001  # what top prints
     with mock.patch("shutil.get_terminal_size") as size:
         size.return_value.columns, size.return_value.lines = 80, 10
-        shown = command._screen(activity, lines).removeprefix("\x1b[H\x1b[J").split("\n")  # noqa: SLF001  # likewise
+        shown = top._screen(activity, lines).removeprefix("\x1b[H\x1b[J").split("\n")  # noqa: SLF001  # likewise
     assert len(shown) == 9
     assert shown[-1] == "... and 44 more ranks; --json shows all"
     assert [line.startswith("\x1b[1m") for line in shown].index(True) == at
@@ -306,7 +306,7 @@ def test_noticeboards_are_found_by_their_prefixes() -> None:
     keys += ["a/objcomm/process/x", "bobjcomm/process/1", "a/objcomm/process/99999999"]
     assert boards_in(keys) == {"a/": [0, 12], "": [1]}
     attempts = [f"/worker/attempt_{number}/" for number in range(12)]
-    assert sorted(sorted(attempts), key=command._with_numbers) == attempts  # noqa: SLF001  # of its sort
+    assert sorted(sorted(attempts), key=top._with_numbers) == attempts  # noqa: SLF001  # of its sort
 
 
 def test_the_noticeboard_whose_ranks_answer_is_watched() -> None:
@@ -317,7 +317,7 @@ def test_the_noticeboard_whose_ranks_answer_is_watched() -> None:
         store.set(f"/worker/attempt_{attempt}/objcomm/process/0", alive)
     answered: Any = pack_record(answer(lane(waits_for=-1)))
     store.set("/worker/attempt_10/objcomm/where/0", answered)
-    (row,) = command._attached("127.0.0.1", store.port).look().ranks  # noqa: SLF001  # as top does
+    (row,) = top._attached("127.0.0.1", store.port).look().ranks  # noqa: SLF001  # as top does
     assert (row.state, row.operation) == ("waiting", "barrier")
 
 
@@ -358,7 +358,7 @@ def test_where_there_is_no_job_top_says_so(
 def test_a_port_of_another_program_is_not_a_store(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(top, "_CONNECT_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         assert main(["top", "--store", f"127.0.0.1:{listening.getsockname()[1]}"]) == 1
     assert "is not the store of a running job" in capsys.readouterr().err
