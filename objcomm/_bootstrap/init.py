@@ -472,7 +472,7 @@ def _store(place: Placement, limit: timedelta | None, *, is_agents: bool) -> "di
     try:
         _await_host(place, timeout.total_seconds(), is_host=is_host)
         # Torch (2.13) waits forever for another program that listens there and never answers.
-        return done_within(_LONGER * timeout.total_seconds(), make, lambda _: None)
+        return done_within(_LONGER * timeout.total_seconds(), make)
     except (RuntimeError, TimeoutError) as error:
         if place.rank == 0 or is_agents:
             raise

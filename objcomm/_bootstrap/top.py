@@ -21,12 +21,12 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, TypeVar
 
-from objcomm._bootstrap.doctor.host import within
 from objcomm._bootstrap.doctor.meeting import reach, store_at
 from objcomm._failures.activity import Activity, Monitor, RankActivity, activity_to_prometheus
 from objcomm._failures.noticeboard import Reader, StoreSilentError, boards_in, reader_of
 from objcomm._observe.terminal import aligned, show
 from objcomm._transport.store import SharedStore
+from objcomm._transport.threads import done_within
 from objcomm.errors import text_of
 
 R = TypeVar("R")
@@ -134,7 +134,7 @@ def _attached(host: str, port: int) -> Monitor:
                 "this torch can't list the keys of a store; install a newer one, or call "
                 "objcomm.monitor in the job"
             )
-        boards = boards_in(within(_STORE_SECONDS, store.list_keys))
+        boards = boards_in(done_within(_STORE_SECONDS, store.list_keys))
         shared.open(store, math.inf)
         monitors = [
             _monitor(reader_of(shared, prefix), max(boards[prefix]) + 1)
@@ -159,7 +159,7 @@ def _with_numbers(prefix: str) -> list[str | int]:
 def _monitor(reader: Reader, size: int) -> Monitor:
     def on_board(job: Callable[[Reader], R], /) -> R:
         try:
-            return within(_STORE_SECONDS, lambda: job(reader))
+            return done_within(_STORE_SECONDS, lambda: job(reader))
         except TimeoutError:
             raise StoreSilentError from None
 

@@ -297,7 +297,7 @@ class _Alone(Reader):
 
     def on_board(self, job: Callable[[Reader], R], /) -> R:
         """Run a job on another thread, which can see where this one is."""
-        return done_within(_STORE_SECONDS, lambda: job(self), lambda _: None)
+        return done_within(_STORE_SECONDS, lambda: job(self))
 
     def ask(self) -> int:
         self._asked += 1

@@ -488,7 +488,9 @@ class Apart:
             each.set()
 
 
-def done_within(seconds: float, job: Callable[[], T], undo: Callable[[T], object]) -> T:
+def done_within(
+    seconds: float, job: Callable[[], T], undo: Callable[[T], object] = lambda _: None
+) -> T:
     """Return or raise what ``job`` does on a thread, which is left behind if it takes too long.
 
     Args:

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 
 from objcomm._bootstrap.doctor.facts import Peer
-from objcomm._bootstrap.doctor.host import within
 from objcomm._bootstrap.doctor.links import answering, contact, contacts
 from objcomm._bootstrap.doctor.meeting import reach
+from objcomm._transport.threads import done_within
 from tests.hosts import free_port
 
 HERE = "127.0.0.1"
@@ -27,15 +27,15 @@ def peer(port: int) -> Peer:
 
 
 def test_a_call_gives_what_it_returns_or_raises() -> None:
-    assert within(60.0, lambda: 42) == 42
+    assert done_within(60.0, lambda: 42) == 42
     with pytest.raises(ValueError, match="forty"):
-        within(60.0, lambda: int("forty"))
+        done_within(60.0, lambda: int("forty"))
 
 
 def test_a_call_that_takes_too_long_is_left_behind() -> None:
     end = threading.Event()
     with pytest.raises(TimeoutError):
-        within(0.01, end.wait)
+        done_within(0.01, end.wait)
     end.set()
 
 

@@ -12,11 +12,10 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,21 +28,10 @@ from objcomm._transport.store import reason_of
 from objcomm._transport.threads import done_within
 from objcomm.errors import UsageError
 
-T = TypeVar("T")
-
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108  # only its size is read
 _VARIABLES = ("GLOO_", "MASTER_", "NCCL_", "OBJCOMM_PORTS")
 # With a name server that never answers, a lookup takes 10 s.
 _GLOO_SECONDS = 15.0
-
-
-def within(seconds: float, call: Callable[[], T]) -> T:
-    """Run a call on a thread with a timeout; a call that takes longer leaves its thread behind.
-
-    Raises:
-        TimeoutError: the call took longer.
-    """
-    return done_within(seconds, call, lambda _: None)
 
 
 def examine(environ: Mapping[str, str]) -> tuple[Report, Placement | None]:
@@ -106,7 +94,9 @@ def gloo_address() -> tuple[str, str]:
     before = open_sockets()
     limit = timedelta(seconds=_GLOO_SECONDS)
     try:
-        group = within(_GLOO_SECONDS, lambda: dist.ProcessGroupGloo(dist.HashStore(), 0, 1, limit))
+        group = done_within(
+            _GLOO_SECONDS, lambda: dist.ProcessGroupGloo(dist.HashStore(), 0, 1, limit)
+        )
     except (AttributeError, RuntimeError, TimeoutError) as error:
         return "", reason_of(error).partition("\n")[0].removeprefix("ifa != nullptr. ")
     for inode, descriptor in open_sockets().items():
@@ -184,7 +174,9 @@ def _lookup(by: int, rank: int, address: str, deadline: float) -> Lookup:
     while count < _TIMES and slowest < SLOW_LOOKUP_SECONDS and time.monotonic() < deadline:
         began, is_lost = time.monotonic(), False
         try:
-            within(deadline - began, lambda: socket.getnameinfo((seen, 0), socket.NI_NUMERICSERV))
+            done_within(
+                deadline - began, lambda: socket.getnameinfo((seen, 0), socket.NI_NUMERICSERV)
+            )
         except TimeoutError:
             is_lost = True
         except OSError:  # the name is unknown, and the store would wait as long

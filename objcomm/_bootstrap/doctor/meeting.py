@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from objcomm._bootstrap.doctor.facts import Report, is_loopback
-from objcomm._bootstrap.doctor.host import within
 from objcomm._bootstrap.doctor.links import cause_of
 from objcomm._environment import Placement, has_agent_store
 from objcomm._transport.store import pack_record, read, unpack_record
+from objcomm._transport.threads import done_within
 from objcomm.errors import WireError
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ _RESOLVE_SECONDS = 5.0
 _ATTEMPT_SECONDS = 3.0
 # With a name server that never answers, torch's store takes 10 s, which is one of the findings.
 _ASK_SECONDS = 15.0
-_TOUCH_SECONDS = 2.0
+_TOUCH = timedelta(seconds=2.0)
 
 
 class UnmetError(Exception):
@@ -91,7 +91,7 @@ def reach(host: str, port: int, deadline: float) -> tuple[str, str]:
     """
     while True:
         try:
-            with within(
+            with done_within(
                 _RESOLVE_SECONDS + _ATTEMPT_SECONDS,
                 lambda: socket.create_connection((host, port), _ATTEMPT_SECONDS),
             ) as connection:
@@ -140,7 +140,7 @@ def _joined(address: str, port: int, deadline: float, *, is_of_agent: bool) -> d
     try:
         store = store_at(address, port, seconds, is_master=False)
         if not is_of_agent:  # rank 0 may be about to mark the store as its own
-            within(_ASK_SECONDS, lambda: store.wait([_IS_OURS], timedelta(seconds=_TOUCH_SECONDS)))
+            done_within(_ASK_SECONDS, lambda: store.wait([_IS_OURS], _TOUCH))
     except (RuntimeError, TimeoutError):
         raise UnmetError(
             f"{address}:{port} accepts connections, but no doctor's rank 0 has its store there; "
@@ -152,7 +152,7 @@ def _joined(address: str, port: int, deadline: float, *, is_of_agent: bool) -> d
 def store_at(host: str, port: int, seconds: float, *, is_master: bool) -> dist.TCPStore:
     """Create a store at a port, or connect to one; raise TimeoutError if that takes too long."""
     limit = timedelta(seconds=seconds)
-    return within(
+    return done_within(
         seconds,
         lambda: dist.TCPStore(
             host, port, is_master=is_master, wait_for_workers=False, timeout=limit
@@ -204,7 +204,7 @@ class Board:
 
     def _ask(self, call: Callable[[], T]) -> T:
         try:
-            return within(_ASK_SECONDS, call)
+            return done_within(_ASK_SECONDS, call)
         except (RuntimeError, TimeoutError) as error:
             raise UnmetError(
                 f"the store in which the ranks meet fell silent: {_first_line(error)}; "
