@@ -402,38 +402,35 @@ class Stream(Generic[T]):
         if self._is_over:
             return
         try:
-            await self._catch_up()
-            if self._feeds is None:
-                await self._open()
-            await (self._produce() if self._is_source else self._step())
+            try:
+                await self._catch_up()
+                if self._feeds is None:
+                    await self._open()
+                await (self._produce() if self._is_source else self._step())
+            except ObjcommError as error:
+                self._raise_as_all_ranks(error)
+                raise
         except asyncio.CancelledError:
             raise  # the step continues, and the stream is still to be closed
-        except BaseException as error:  # noqa: BLE001  # raised below
+        except BaseException as error:
             self._ready.clear()
-            feeds = self._feeds or ()
-            named = self._of_all_ranks(error)
-            try:
-                if self._is_source:
-                    await self._end(named)
-                elif any(feed.is_over or feed.is_cut_off for feed in feeds):
-                    self._release()
-                if named is error:
-                    raise
-                raise named from None
-            finally:
-                del named  # its traceback holds this frame
+            if self._is_source:
+                await self._end(error)
+            elif any(feed.is_over or feed.is_cut_off for feed in self._feeds or ()):
+                self._release()
+            raise
         if not self._ready:
             self._release()
 
-    def _of_all_ranks(self, error: BaseException) -> BaseException:
-        """Return the error that all ranks raise for ``error``.
+    def _raise_as_all_ranks(self, error: ObjcommError) -> None:
+        """Raise the error that all ranks raise for ``error``, if it is another one.
 
         If objects are shared out, a feed connects two ranks only. What ends its connections also
         ends those of the whole group, as it would without ``scatter``, so all ranks raise the same.
         """
         mesh, thread = self._group.mesh, threading.current_thread()
-        if not self._is_scattered or mesh is None or not isinstance(error, ObjcommError):
-            return error
+        if not self._is_scattered or mesh is None:
+            return
         verdicts = (feed.verdict for feed in self._feeds or ())
         verdict = next((each for each in verdicts if each and each.cause is not Cause.FAILED), None)
         is_new = mesh.verdict is None or mesh.is_owed_by(thread)
@@ -442,11 +439,11 @@ class Stream(Generic[T]):
             # The source may have lost another rank. It has then posted why before it said so here.
             verdict = mesh.verdict or mesh.failed(mesh.nonce)
         if verdict is None:
-            return error
+            return
         if is_new:
             verdict = mesh.settle(verdict)
             mesh.mark_raised(thread)
-        return verdict.error(_NAME)
+        raise verdict.error(_NAME) from None
 
     async def _open(self) -> None:
         """Agree on a number that no open stream of this lane has on any rank, and create the feeds.
@@ -665,13 +662,8 @@ class Stream(Generic[T]):
                 while not feed.is_over:
                     await self._step()
         except ObjcommError as error:
-            named = self._of_all_ranks(error)
-            try:
-                if named is error:
-                    raise
-                raise named from None
-            finally:
-                del named  # its traceback holds this frame
+            self._raise_as_all_ranks(error)
+            raise
         finally:
             self._release()
 
