@@ -336,8 +336,9 @@ class Stream(Generic[T]):
         self._options = options
         self._created_at = call_site()
         self._ready: deque[T] = deque()
-        self._feeds: list[_Feed[T]] | None = None  # None before the first step
-        self._place = "", 0  # the lane on which it was opened, and its number there
+        self._feeds: list[_Feed[T]] = []
+        # The lane on which it was opened, and its number there; None before the first step.
+        self._place: tuple[str, int] | None = None
         self._is_async = False
         self._is_over = False
         self._error: BaseException | None = None  # raised by the iterable after a partial batch
@@ -404,7 +405,7 @@ class Stream(Generic[T]):
         try:
             try:
                 await self._catch_up()
-                if self._feeds is None:
+                if self._place is None:
                     await self._open()
                 await (self._produce() if self._is_source else self._step())
             except ObjcommError as error:
@@ -416,7 +417,7 @@ class Stream(Generic[T]):
             self._ready.clear()
             if self._is_source:
                 await self._end(error)
-            elif any(feed.is_over or feed.is_cut_off for feed in self._feeds or ()):
+            elif any(feed.is_over or feed.is_cut_off for feed in self._feeds):
                 self._release()
             raise
         if not self._ready:
@@ -431,7 +432,7 @@ class Stream(Generic[T]):
         mesh, thread = self._group.mesh, threading.current_thread()
         if not self._is_scattered or mesh is None:
             return
-        verdicts = (feed.verdict for feed in self._feeds or ())
+        verdicts = (feed.verdict for feed in self._feeds)
         verdict = next((each for each in verdicts if each and each.cause is not Cause.FAILED), None)
         is_new = mesh.verdict is None or mesh.is_owed_by(thread)
         is_from_source = isinstance(error, CollectiveError) and not self._is_source
@@ -474,9 +475,10 @@ class Stream(Generic[T]):
             )
 
             def opened() -> None:
-                self._place = lane_name, rest()
-                group.streams.add(self._place)
-                self._feeds = self._make_feeds()
+                place = lane_name, rest()
+                group.streams.add(place)
+                self._feeds = self._make_feeds(*place)
+                self._place = place
 
             if not self._is_async:
                 opened()
@@ -484,7 +486,7 @@ class Stream(Generic[T]):
             work = call.later(opened)
         await self._done(work)
 
-    def _make_feeds(self) -> list[_Feed[T]]:
+    def _make_feeds(self, lane_name: str, number: int) -> list[_Feed[T]]:
         group, source = self._group, self._source
         readers = [rank for rank in range(group.size) if rank != source]
         if not self._is_scattered:
@@ -495,7 +497,6 @@ class Stream(Generic[T]):
             readers = readers if self._is_source else [group.rank]
             pairs = [(source, rank) for rank in readers]
             parts = [(group.part(pair), 0, pair) for pair in pairs]
-        lane_name, number = self._place
         window = 1 if settings().is_checked else max(1, self._depth // self._batch)
         return [
             _Feed(
@@ -515,14 +516,14 @@ class Stream(Generic[T]):
 
     async def _step(self) -> None:
         """Receive the next batch, on a rank that is not the source."""
-        for feed in self._feeds or ():
+        for feed in self._feeds:
             if feed.owes_report:
                 await self._done(feed.report(is_async=self._is_async))
             await self._done(feed.take(self._ready, is_async=self._is_async))
 
     async def _produce(self) -> None:
         """Give batches to the other ranks until there is one for this rank."""
-        feeds = self._feeds or []
+        feeds = self._feeds
         while not self._ready and not self._is_over:
             if await self._is_left():
                 failures = {rank: each for feed in feeds for rank, each in feed.failures.items()}
@@ -551,14 +552,13 @@ class Stream(Generic[T]):
 
     async def _is_left(self) -> bool:
         """Wait until another batch may be sent; return whether a rank leaves the stream."""
-        feeds = self._feeds or []
-        for feed in feeds:
+        for feed in self._feeds:
             if self._is_scattered:  # this rank takes what no other has room for
                 feed.poll()
             else:
                 while not feed.has_room:
                     await self._done(feed.report(is_async=self._is_async))
-        return any(feed.is_left for feed in feeds)
+        return any(feed.is_left for feed in self._feeds)
 
     async def _give(
         self, feed: _Feed[T], batch: Sequence[T], failures: Collection[RankFailure] = ()
@@ -617,15 +617,14 @@ class Stream(Generic[T]):
             failures = [failure_of(error, self._source, self._created_at)]
         self._iterable = self._iterator = None
         raised: list[BaseException] = []
-        feeds = self._feeds or []
-        for feed in feeds:
+        for feed in self._feeds:
             try:
                 is_known = bool(failures) and feed.is_cut_off
                 if not feed.is_over and not is_known:
                     await self._give(feed, (), failures)
             except BaseException as each:  # noqa: BLE001  # the other feeds must end, too
                 raised.append(each)
-        for feed in feeds:
+        for feed in self._feeds:
             try:
                 if error is None or isinstance(error, Exception):
                     await self._finish(feed)
@@ -646,7 +645,7 @@ class Stream(Generic[T]):
 
     async def _leave(self) -> None:
         self._ready.clear()
-        if self._is_over or self._feeds is None:
+        if self._is_over or self._place is None:
             self._is_over = True
             self._iterable = None
             return
@@ -671,8 +670,8 @@ class Stream(Generic[T]):
         """Note that the stream is over; its lanes may be used again if nothing is left on them."""
         self._is_over = True
         self._iterable = self._iterator = None
-        feeds = self._feeds
-        if feeds is not None and all(feed.is_cut_off or feed.is_settled for feed in feeds):
+        is_left = all(feed.is_cut_off or feed.is_settled for feed in self._feeds)
+        if is_left and self._place is not None:
             self._group.streams.discard(self._place)
 
     async def _done(self, made: Any) -> Any:
