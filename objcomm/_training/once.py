@@ -501,7 +501,8 @@ def _call_after(
     if not is_for_all and ran.issuperset(whole.ranks):
         return
     if not is_for_all:
-        with outcome_shared(operation, **options), inside(Region(called, later=ran)):
+        region = Region(called, later=ran)
+        with ended(lambda error: share_outcome(operation, error, **options)), inside(region):
             if whole.ranks[whole.rank] not in ran:
                 post()
     elif acts_alone(called, whole.ranks, whole.rank):
@@ -533,14 +534,14 @@ def near_traffic(
 
 
 @contextlib.contextmanager
-def outcome_shared(operation: Operation, **options: Unpack[CallOptions]) -> Iterator[None]:
-    """Run a block, after which all ranks meet and raise the errors of any rank."""
+def ended(end: Callable[[BaseException | None], object]) -> Iterator[None]:
+    """Run a block, and then ``end`` with the block's error, if there is one."""
     try:
         yield
     except BaseException as error:
-        share_outcome(operation, error, **options)
+        end(error)
         raise
-    share_outcome(operation, None, **options)
+    end(None)
 
 
 def share_outcome(
@@ -707,8 +708,9 @@ class zero_only(_Block[bool]):  # noqa: N801  # used as a function, like context
         if acts_alone("zero_only", whole.ranks, whole.rank):
             yield True
             return
+        options: CallOptions = {"group": self._group_like, "timeout": self._timeout}
         with (
-            outcome_shared(Operation.ZERO_ONLY, group=self._group_like, timeout=self._timeout),
+            ended(lambda error: share_outcome(Operation.ZERO_ONLY, error, **options)),
             _without_others("zero_only", whole),
         ):
             yield whole.rank == 0
@@ -772,13 +774,9 @@ class _Ordered(_Block[None]):
             share_outcome(operation, error, **options)
 
         is_first = members.rank == first
-        try:
-            with inside(Region(called, later=others) if is_first else Region(called, earlier=main)):
-                yield
-        except BaseException as error:
-            end(error)
-            raise
-        end(None)
+        region = Region(called, later=others) if is_first else Region(called, earlier=main)
+        with ended(end), inside(region):
+            yield
 
 
 class main_first(_Ordered):  # noqa: N801  # used as a function, like contextlib's
