@@ -102,18 +102,14 @@ def check_backend(backend: str) -> None:
                 "leave backend out, or use 'gloo'"
             )
         if name == "gloo" and system() != "linux":
-            _check_gloo(backend)
-
-
-def _check_gloo(backend: str) -> None:
-    try:
-        dist.ProcessGroupGloo.create_default_device()
-    except RuntimeError as error:
-        raise UsageError(
-            f"init: backend={backend!r}, but torch's Gloo can't be used on this system "
-            f"({system()!r}: {error}); run several ranks on Linux, or start the program without a "
-            "launcher: a world of one needs no backend"
-        ) from error
+            try:
+                dist.ProcessGroupGloo.create_default_device()
+            except RuntimeError as error:
+                raise UsageError(
+                    f"init: backend={backend!r}, but torch's Gloo can't be used on this system "
+                    f"({system()!r}: {error}); run several ranks on Linux, or start the program "
+                    "without a launcher: a world of one needs no backend"
+                ) from error
 
 
 #: Variables with which a launcher restricts each process to its own devices.
@@ -293,7 +289,8 @@ def init(
         place = placement_in(os.environ)
         if place is not None:
             refuse_worker("init", place.rank)
-        start = _alone() if place is None else _joined(place, backend, limit, device)
+        alone = Start("", 0, 1, 0, "", torch.device("cpu"), "")
+        start = alone if place is None else _joined(place, backend, limit, device)
     is_news = not start.launcher and _is_a_script_at_a_terminal()
     log.log(logging.WARNING if is_news else logging.INFO, "%s", start)
     return start
@@ -363,10 +360,6 @@ def ddp_init_group(run_opts: Mapping[str, Any]) -> Start:
         timeout=None if is_initialized() else _SPEECHBRAIN_TIMEOUT_SECONDS,
         device=device if device.type != "cpu" and device.index is not None else None,
     )
-
-
-def _alone() -> Start:
-    return Start("", 0, 1, 0, "", torch.device("cpu"), "")
 
 
 def _as_it_is(backend: str | None, limit: timedelta | None, device: DeviceLike) -> Start:
