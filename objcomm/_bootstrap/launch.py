@@ -105,7 +105,7 @@ def launch(
     order = _pickled(name, (fn, args, joined, backend))
     stopped = 0
     folders = tempfile.TemporaryDirectory(prefix="objcomm-launch-")
-    with folders as folder, _handlers_kept() as handlers, _quiet():
+    with folders as folder, _undisturbed() as handlers:
         job = _Job(name, Path(folder), nproc, environment or {})
         try:
             job.run(order, limit, handlers)
@@ -134,27 +134,24 @@ def _pickled(name: str, order: tuple[object, ...]) -> bytes:
 
 
 @contextlib.contextmanager
-def _handlers_kept() -> Iterator[dict[signal.Signals, Any]]:
-    """Restore the signal handlers that torch's launcher replaces, on the main thread only."""
+def _undisturbed() -> Iterator[dict[signal.Signals, Any]]:
+    """Show only errors of torch's launcher, and restore the signal handlers that it replaces.
+
+    Yields the handlers; none on other threads than the main one, where torch replaces none.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {each: signal.getsignal(each) for each in _SIGNALS} if is_main else {}
-    try:
-        yield handlers
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
 
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
     def is_error(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR
 
     _CHATTER.addFilter(is_error)
     try:
-        yield
+        yield handlers
     finally:
         _CHATTER.removeFilter(is_error)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
 
 
 def _check_start(backend: str | None, environment: Mapping[str, str] | None) -> None:
