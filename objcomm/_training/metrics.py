@@ -246,33 +246,20 @@ def gather_from_all_ranks(
     )
 
 
-def gather_scalar_from_all_ranks(
-    fn: Callable[[], T],
-    dst: int | None = None,
-    *,
-    group_dst: int | None = None,
-    group: GroupLike = None,
-    timeout: Timeout = None,
-) -> list[T] | Any:
-    """Call a function on every rank and gather the scalars that it returns onto one.
+def gather_scalar_from_all_ranks(fn: Callable[[], T]) -> list[T] | Any:
+    """Call a function on every rank and gather the scalars that it returns on rank 0.
 
-    Every rank of ``group`` must call this. Each value keeps its exact value and type: ints stay
-    ints, and ``2.0`` and ``True`` stay what they are. The call fails on every rank if ``fn`` fails
-    on any, so every rank waits for the destination.
+    Every rank must call this. Each value keeps its exact value and type: ints stay ints, and
+    ``2.0`` and ``True`` stay what they are. The call fails on every rank if ``fn`` fails on any, so
+    every rank waits for rank 0.
 
     Args:
         fn: called once on every rank; returns a scalar, as in ``gather_scalar``.
-        dst: global rank of the destination.
-        group_dst: rank within the group, as an alternative to ``dst``; defaults to the group's
-            first rank.
-        group: the participating ranks; defaults to the world.
-        timeout: seconds or timedelta; defaults to the group's own. It starts after ``fn``.
 
     Returns:
-        On the destination, one value per rank, in group rank order. ``None`` elsewhere.
+        On rank 0, one value per rank, in rank order. ``None`` elsewhere.
 
     Raises:
-        UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         CollectiveError: ``fn`` raised on some rank, or did not return a scalar. Raised on every
             rank.
         ObjcommError: whatever else ``objcomm.gather`` raises, on the same ranks.
@@ -288,15 +275,8 @@ def gather_scalar_from_all_ranks(
         value = fn()  # now, because the codec depends on it
     except BaseException as error:  # noqa: BLE001  # this rank still participates, and raises in the call
         value, check = error, _raise
-    return _gathered(
-        Operation.GATHER_SCALAR_FROM_ALL_RANKS,
-        value,
-        check,
-        (dst, group_dst),
-        group=group,
-        timeout=timeout,
-        confirm=True,
-    )
+    operation = Operation.GATHER_SCALAR_FROM_ALL_RANKS
+    return _gathered(operation, value, check, (0, None), group=None, confirm=True)
 
 
 def _gathered(

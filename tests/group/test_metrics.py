@@ -135,8 +135,6 @@ def test_a_subgroup_averages_and_gathers_its_own() -> None:
             assert objcomm.metrics.average_metrics({"rank": rank}, group=group) == {"rank": 2.0}
             got = objcomm.metrics.gather_from_all_ranks(lambda: {"rank": rank}, 3, group=group)
             assert got == ([{"rank": 1}, {"rank": 3}] if rank == 3 else None)
-            scalars = metrics.gather_scalar_from_all_ranks(lambda: rank, group_dst=1, group=group)
-            assert scalars == ([1, 3] if rank == 3 else None)
             with pytest.raises(CollectiveError):
                 objcomm.metrics.gather_from_all_ranks(lambda: 1 // (rank - 1), group=group)
             assert_group_works(group)
@@ -160,10 +158,9 @@ def test_functions_run_everywhere_and_one_rank_gets_what_they_return() -> None:
         assert (got is not None) == (rank == dst)
         want = [{"rank": each, "tensor": torch.arange(40_000)} for each in range(size)]
         assert_same(got, want if rank == dst else None)
-    for number, scalar in enumerate(SCALARS):
-        dst = number % size
-        scalars = metrics.gather_scalar_from_all_ranks(lambda: scalar, dst)  # noqa: B023  # called immediately
-        assert_same(scalars, [scalar] * size if rank == dst else None, sharing=False)
+    for scalar in SCALARS:
+        scalars = metrics.gather_scalar_from_all_ranks(lambda: scalar)  # noqa: B023  # called immediately
+        assert_same(scalars, [scalar] * size if rank == 0 else None, sharing=False)
 
 
 @ranks(1, 2, 4)
@@ -176,15 +173,19 @@ def test_a_function_that_raises_on_one_rank_raises_on_all() -> None:
             raise LookupError("no batches")
         return 1
 
-    for gather in (objcomm.metrics.gather_from_all_ranks, metrics.gather_scalar_from_all_ranks):
-        for dst in (0, failing):
-            with pytest.raises(CollectiveError) as caught:
-                gather(fn, dst)
-            assert list(caught.value.failures) == [failing]
-            assert caught.value.failures[failing].message == "no batches"
-            assert "in fn" in caught.value.failures[failing].traceback
-            assert caught.value.operation == gather.__name__
-            assert isinstance(caught.value.__cause__, LookupError) == (rank == failing)
+    of_any, of_scalars = "gather_from_all_ranks", "gather_scalar_from_all_ranks"
+    for operation, gather in (
+        (of_any, lambda: objcomm.metrics.gather_from_all_ranks(fn, 0)),
+        (of_any, lambda: objcomm.metrics.gather_from_all_ranks(fn, failing)),
+        (of_scalars, lambda: metrics.gather_scalar_from_all_ranks(fn)),
+    ):
+        with pytest.raises(CollectiveError) as caught:
+            gather()
+        assert list(caught.value.failures) == [failing]
+        assert caught.value.failures[failing].message == "no batches"
+        assert "in fn" in caught.value.failures[failing].traceback
+        assert caught.value.operation == operation
+        assert isinstance(caught.value.__cause__, LookupError) == (rank == failing)
     with pytest.raises(CollectiveError, match="is not a scalar"):
         metrics.gather_scalar_from_all_ranks(lambda: [1] if rank == failing else 1)
     assert_group_works()
