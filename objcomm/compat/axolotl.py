@@ -198,7 +198,7 @@ def zero_first(is_main: bool) -> contextlib.AbstractContextManager[None]:  # noq
             block.
         CollectiveError: as in ``objcomm.main_first``.
     """
-    return RaisingBlock(_begun(is_main=bool(is_main)), as_it_raised)
+    return RaisingBlock(_begun(is_main=bool(is_main)))
 
 
 @contextlib.contextmanager
@@ -240,7 +240,7 @@ def zero_only() -> contextlib.AbstractContextManager[bool]:
     ``if is_zero:``.
     """
     init_distributed_state()
-    return RaisingBlock(once.zero_only(), as_it_raised)
+    return RaisingBlock(once.zero_only())
 
 
 @raising(as_it_raised)

@@ -132,7 +132,7 @@ def sync_buffer(buffers: _Tensors, average: bool = True) -> None:  # noqa: FBT00
 
 def eager_sync_gradients(params: _Tensors) -> AbstractContextManager[None]:
     """``objcomm.models.eager_sync_gradients``."""
-    return RaisingBlock(objcomm.models.eager_sync_gradients(params), as_it_raised)
+    return RaisingBlock(objcomm.models.eager_sync_gradients(params))
 
 
 @raising(as_it_raised)
@@ -154,7 +154,7 @@ def eager_sync_model(
     block = objcomm.models.eager_sync_model(
         model, sync_buffers=sync_buffers, average_buffers=average_buffers
     )
-    return RaisingBlock(block, as_it_raised)
+    return RaisingBlock(block)
 
 
 @raising(as_it_raised)

@@ -39,11 +39,11 @@ def raising(conversion: Conversion) -> Callable[[Callable[P, T]], Callable[P, T]
 
 
 class RaisingBlock(AbstractContextManager[T_co]):
-    """The same for the entry and exit of a block; errors raised in its body are not changed."""
+    """``as_it_raised`` for entry and exit of a block; errors raised in its body are not changed."""
 
-    def __init__(self, block: AbstractContextManager[T_co], conversion: Conversion) -> None:
-        self._begin = raising(conversion)(block.__enter__)
-        self._end = raising(conversion)(block.__exit__)
+    def __init__(self, block: AbstractContextManager[T_co]) -> None:
+        self._begin = raising(as_it_raised)(block.__enter__)
+        self._end = raising(as_it_raised)(block.__exit__)
 
     def __enter__(self) -> T_co:
         return self._begin()
