@@ -20,8 +20,8 @@ from objcomm.errors import UsageError
 #: A command that starts a program on one host, for errors.
 EXAMPLE = "torchrun --nproc-per-node=4 train.py"
 
-# For each launcher, a command that passes a variable to the ranks.
-_WITH_ADDRESS = {
+#: For each launcher, a command that starts a program and tells its ranks the host of rank 0.
+WITH_ADDRESS = {
     "torchrun": EXAMPLE,  # torchrun sets the address, so torchrun was not used
     "Open MPI": "mpirun -x MASTER_ADDR=HOST ...",
     "PMI": "mpirun -genv MASTER_ADDR HOST ...",
@@ -144,11 +144,6 @@ def tells_no_size() -> bool:
     """
     environ = getattr(os, "environb", None)  # some systems lack it
     return environ is not None and not any(name in environ for name in _SIZES)
-
-
-def command_with_address(launcher: str) -> str:
-    """Return a command that starts a program and tells its ranks the host of rank 0."""
-    return _WITH_ADDRESS[launcher]
 
 
 def has_agent_store(environ: Mapping[str, str]) -> bool:
@@ -292,16 +287,10 @@ def _place(names: _Names, found: Mapping[str, str]) -> Placement:
             "each process has its own rank, counted from 0"
         )
     host = _host(names, found, world_size)
-    return Placement(
-        names.launcher, rank, world_size, _local_rank(names, found, world_size), host, _port(found)
-    )
-
-
-def _local_rank(names: _Names, found: Mapping[str, str], world_size: int) -> int | None:
-    for each in (names, *_LAUNCHERS):
-        if each.local_rank in found:
-            return _number(found, each.local_rank)
-    return 0 if world_size == 1 else None
+    local_rank = _first(found, [each.local_rank for each in (names, *_LAUNCHERS)])
+    if local_rank is None and world_size == 1:
+        local_rank = 0
+    return Placement(names.launcher, rank, world_size, local_rank, host, _port(found))
 
 
 def _host(names: _Names, found: Mapping[str, str], world_size: int) -> str:

@@ -23,8 +23,8 @@ from objcomm._calls.group import resolve
 from objcomm._config import DeviceLike, Timeout, environment_check, seconds_of, settings
 from objcomm._environment import (
     EXAMPLE,
+    WITH_ADDRESS,
     Placement,
-    command_with_address,
     has_agent_store,
     local_rank_in,
     placement_in,
@@ -400,7 +400,7 @@ def _joined(
         raise UsageError(
             f"init: {place.named_by} names {place.world_size} ranks, but MASTER_ADDR is not "
             "set; set it to the host of rank 0, the same on every rank: "
-            f"{command_with_address(place.launcher)}"
+            f"{WITH_ADDRESS[place.launcher]}"
         )
     if not dist.is_available():
         raise UsageError(f"init: {place.world_size} ranks, but this torch has no distributed")
