@@ -5,18 +5,21 @@ rank anywhere: before a call that others have started, in a synchronous call, or
 waits for later or drops. Once every rank has raised the error, their next calls match.
 """
 
+import contextlib
 import gc
 import random
 import time
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 
 import objcomm
 from objcomm import ObjcommError, Work
-from tests.group.helpers import assert_group_works, tell_all
+from tests.cases import case
+from tests.group.helpers import assert_group_works, error_in, tell_all
 from tests.group.watched import closely, patiently
 from tests.ranks import ranks
 from tests.workers import here
@@ -57,24 +60,25 @@ def draw(chance: random.Random) -> list[Step]:
     ]
 
 
-def carry_out(program: list[Step], own: random.Random) -> None:
+def carry_out(program: list[Step], own: random.Random, *, in_block: bool) -> None:
     """Run the steps, and wait for the works they have started."""
-    works: list[tuple[int, Work[Any]]] = []
-    for at, step in enumerate(program):
-        if own.random() < 0.5:
-            time.sleep(own.uniform(0, _LONGEST_PAUSE_S))
-        if step.is_apart:
-            got: Any = objcomm.all_reduce(at, async_op=step.is_async)
-        else:
-            got = objcomm.all_gather(at, async_op=step.is_async)
-        if not step.is_async:
-            assert got == [at] * here().world_size
-        elif not step.is_dropped:
-            works.append((at, got))
-        if step.ends_one and works:
-            end(*works.pop(0))
-    while works:
-        end(*works.pop(0))
+    with objcomm.fail_together() if in_block else contextlib.nullcontext():
+        works: list[tuple[int, Work[Any]]] = []
+        for at, step in enumerate(program):
+            if own.random() < 0.5:
+                time.sleep(own.uniform(0, _LONGEST_PAUSE_S))
+            call: Any = objcomm.all_reduce if step.is_apart else objcomm.all_gather
+            got = call(at, async_op=step.is_async)
+            if not step.is_async:
+                assert got == [at] * here().world_size
+            elif not step.is_dropped:
+                works.append((at, got))
+            if step.ends_one and works:
+                end(*works.pop(0))
+        for at, work in works:
+            end(at, work)
+    if not in_block:
+        objcomm.barrier()  # in case the differing step's work was dropped
 
 
 def end(at: int, work: Work[Any]) -> None:
@@ -85,24 +89,15 @@ def end(at: int, work: Work[Any]) -> None:
 @ranks(2, 3, long=(4,))
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("in_block", [False, True])
-def test_every_rank_hears_of_it_once_and_goes_on(*, in_block: bool, seed: int) -> None:
+def test_every_rank_raises_once_and_continues(*, in_block: bool, seed: int) -> None:
     objcomm.barrier()
     with warnings.catch_warnings(), closely(), patiently():
         warnings.simplefilter("ignore")  # about dropped works, which are intended
         for turn in range(PROGRAMS):
             program = draw(random.Random(f"{seed} {turn}"))
             own = random.Random(f"{seed} {turn} {here().rank}")
-            try:
-                if in_block:
-                    with objcomm.fail_together():
-                        carry_out(program, own)
-                else:
-                    carry_out(program, own)
-                    objcomm.barrier()  # in case the differing step's work was dropped
-            except ObjcommError:
-                pass
-            else:
-                raise AssertionError(f"{program} has raised nothing")
-            tell_all(f"all have heard in {turn}", "")
-            assert_group_works()
+            with case(program):
+                error_in(ObjcommError, partial(carry_out, program, own, in_block=in_block))
+                tell_all(f"all have raised in {turn}", "")
+                assert_group_works()
         gc.collect()  # or a dropped work would warn in a later test
