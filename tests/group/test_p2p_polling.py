@@ -1,4 +1,4 @@
-"""Polling: a wait with its own timeout is in no deadlock, ends on time and loses no message."""
+"""Polling ends on time, takes part in no deadlock, loses no message, and reports what ends it."""
 
 import contextlib
 import os
@@ -11,9 +11,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 import objcomm
-from objcomm import CollectiveError, DesyncError, TransportTimeout
+from objcomm import BrokenGroupError, CollectiveError, DesyncError, TransportError, TransportTimeout
+from objcomm._failures import losses, watchdog
 from objcomm._p2p import call
 from objcomm._p2p.mailbox import Arrived, Mailbox
 from tests.group.helpers import (
@@ -26,7 +28,7 @@ from tests.group.helpers import (
     subgroup,
     tell_all,
 )
-from tests.group.pairs import LARGE, assert_pair_works
+from tests.group.pairs import LARGE, assert_all_works, assert_pair_works, die
 from tests.group.watched import after_looks, closely, patiently
 from tests.ranks import ranks
 from tests.waits import PATIENCE_S, wait_until, within
@@ -67,13 +69,12 @@ def test_a_polling_rank_does_not_deadlock_with_a_rank_that_waits_for_it(
 
 
 @ranks(2)
-def test_a_work_that_is_waited_for_with_a_limit_is_in_no_circle() -> None:
+def test_a_work_that_is_waited_for_with_a_timeout_is_in_no_deadlock() -> None:
     if here().rank == 0:
         work = objcomm.irecv(1, tag=9)
         with closely():
             while not is_said("rank 1 was looked at"):
-                with pytest.raises(TimeoutError):
-                    work.wait(timeout=0.2)
+                error_in(TimeoutError, lambda: work.wait(timeout=0.2))
         objcomm.send("later", 1)
         assert work.wait() == "answer"
     else:
@@ -83,7 +84,7 @@ def test_a_work_that_is_waited_for_with_a_limit_is_in_no_circle() -> None:
 
 
 @ranks(2)
-def test_a_send_with_a_limit_of_its_own_is_in_no_circle() -> None:
+def test_a_send_with_its_own_timeout_is_in_no_deadlock() -> None:
     """Rank 0's message is large, and rank 1 waits for one that rank 0 sends later."""
     with subgroup(0, 1) as group:
         assert_pair_works(group)
@@ -93,9 +94,9 @@ def test_a_send_with_a_limit_of_its_own_is_in_no_circle() -> None:
                     objcomm.send(LARGE, 1, group=group, timeout=60)
                 objcomm.send("small", 1, tag=5, group=group)
             else:
+                poll = partial(objcomm.recv, 0, tag=5, group=group, timeout=0.5)
                 while not is_said("rank 0 was looked at"):
-                    with pytest.raises(TransportTimeout):
-                        objcomm.recv(0, tag=5, group=group, timeout=0.5)
+                    error_in(TransportTimeout, poll)
                 assert objcomm.recv(0, group=group) == LARGE
                 assert objcomm.recv(0, tag=5, group=group) == "small"
 
@@ -103,30 +104,35 @@ def test_a_send_with_a_limit_of_its_own_is_in_no_circle() -> None:
 @ranks(2)
 def test_a_deadlock_is_found_once_a_polling_rank_waits_without_a_timeout() -> None:
     objcomm.barrier()
-    if here().rank == 0:
-        with closely(), patiently():
+    with closely(), patiently():
+        if here().rank == 0:
             for _ in range(3):
                 error_in(TransportTimeout, POLLS["recv"])
             error = error_in(DesyncError, lambda: objcomm.recv(1, tag=9))
-    else:
-        with closely(), patiently():
+        else:
             error = error_in(DesyncError, lambda: objcomm.recv(0))
     assert set(error.positions) == {0, 1}
     assert_pair_works()
 
 
 @ranks(2)
-def test_many_polls_lose_no_message_and_meet_no_false_desync() -> None:
-    turns = 8
+def test_many_polls_lose_no_message_and_raise_no_false_desync() -> None:
+    def polled(timeout: float) -> Any:
+        with contextlib.suppress(TransportTimeout):
+            return objcomm.recv(1, tag=9, timeout=timeout)
+        return None
+
     with closely():
-        if here().rank == 0:
-            for turn in range(turns):
+        for turn in range(8):
+            if here().rank == 0:
                 for _ in range(4):
-                    error_in(TransportTimeout, lambda: objcomm.recv(1, tag=9, timeout=0.15))
+                    assert polled(0.15) is None
                 objcomm.send(turn, 1)
-                assert _polled(turn) == [(turn, "a"), (turn, "b")]
-        else:
-            for turn in range(turns):
+                timeout = 0.05 if turn % 2 else 0.2
+                assert wait_until(partial(polled, timeout), "a message") == (turn, "a")
+                wait_until(lambda: objcomm.iprobe(1, tag=9), "another message")
+                assert objcomm.recv(1, tag=9) == (turn, "b")
+            else:
                 assert objcomm.recv(0) == turn
                 objcomm.send((turn, "a"), 0, tag=9)
                 objcomm.send((turn, "b"), 0, tag=9)
@@ -134,36 +140,13 @@ def test_many_polls_lose_no_message_and_meet_no_false_desync() -> None:
     assert_group_works()
 
 
-def _polled(turn: int) -> list[Any]:
-    """Receive two messages: one by polling, one as soon as a probe finds it."""
-    found: list[Any] = []
-
-    def is_there() -> bool:
-        try:
-            found.append(objcomm.recv(1, tag=9, timeout=0.05 if turn % 2 else 0.2))
-        except TransportTimeout:
-            return False
-        return True
-
-    wait_until(is_there, "a message")
-    wait_until(lambda: objcomm.iprobe(1, tag=9), "another message")
-    return [*found, objcomm.recv(1, tag=9)]
-
-
 # Messages that have arrived stay
 
 
-def fall_out_of_step() -> None:
+def fall_out_of_step(call_of_rank_0: Callable[[], Any]) -> None:
     with closely(), patiently():
-        error_in(DesyncError, lambda: objcomm.recv(1 - here().rank, tag=1 + here().rank))
-
-
-def fall_out_of_step_with_a_collective() -> None:
-    with closely(), patiently():
-        if here().rank == 0:
-            error_in(DesyncError, objcomm.barrier)
-        else:
-            error_in(DesyncError, lambda: objcomm.recv(0, tag=2))
+        own_call = call_of_rank_0 if here().rank == 0 else partial(objcomm.recv, 0, tag=2)
+        error_in(DesyncError, own_call)
 
 
 def refuse() -> None:
@@ -174,17 +157,17 @@ def refuse() -> None:
         error_in(CollectiveError, lambda: objcomm.send(LARGE, 0, tag=3))
 
 
-def pass_a_limit() -> None:
+def time_out() -> None:
     if here().rank == 0:
         error_in(TransportTimeout, lambda: objcomm.recv(1, tag=3, timeout=0.2))
-    tell_all("the limit has passed", "")
+    tell_all("the timeout has expired", "")
 
 
 ERRORS: dict[str, Callable[[], None]] = {
-    "desync": fall_out_of_step,
-    "desync with a collective": fall_out_of_step_with_a_collective,
+    "desync": lambda: fall_out_of_step(lambda: objcomm.recv(1, tag=1)),
+    "desync with a collective": lambda: fall_out_of_step(objcomm.barrier),
     "refusal": refuse,
-    "limit": pass_a_limit,
+    "timeout": time_out,
 }
 
 
@@ -208,13 +191,12 @@ def test_arrived_messages_survive_recoverable_errors(kind: str) -> None:
         assert objcomm.iprobe(1, tag=9) is not None
         assert [objcomm.recv(1, tag=8) for _ in range(2)] == ["last", "later"]
         assert [objcomm.recv(1, tag=9) for _ in range(4)] == [0, 1, 2, 3]
-    assert_pair_works()
-    assert_group_works()
+    assert_all_works()
 
 
 @ranks(2)
 @pytest.mark.parametrize("kind", ["desync", "desync with a collective", "refusal"])
-def test_a_message_whose_body_has_not_come_is_lost_and_its_sender_told(kind: str) -> None:
+def test_a_message_whose_body_has_not_arrived_is_lost_and_its_sender_raises(kind: str) -> None:
     assert_pair_works()
     if here().rank == 1:
         sending = objcomm.isend(LARGE, 0, tag=9)
@@ -225,17 +207,10 @@ def test_a_message_whose_body_has_not_come_is_lost_and_its_sender_told(kind: str
         wait_until(lambda: objcomm.iprobe(1, tag=9), "the message")
         say("rank 0 has seen it")
         ERRORS[kind]()
-        assert _iprobe() is None
-    assert_pair_works()
-    assert_group_works()
-
-
-def _iprobe() -> Any:
-    """Probe; try again if the first probe raises the error that ended the connection."""
-    try:
-        return objcomm.iprobe(1, tag=9)
-    except objcomm.ObjcommError:
-        return objcomm.iprobe(1, tag=9)
+        with contextlib.suppress(objcomm.ObjcommError):  # the error that ended the connection
+            objcomm.iprobe(1, tag=9)
+        assert objcomm.iprobe(1, tag=9) is None
+    assert_all_works()
 
 
 @ranks(2)
@@ -245,21 +220,20 @@ def test_undelivered_messages_keep_their_order_after_the_connection_ends() -> No
         for text in ("first", "second"):
             objcomm.send(text, 0, tag=9)
         say("rank 1 has sent two")
-        fall_out_of_step_with_a_collective()
+        fall_out_of_step(objcomm.barrier)
         objcomm.send("third", 0, tag=9)
         say("rank 1 has sent three")
     else:
         with _slow_to_listen() as go_on:
             hear("rank 1 has sent two")
-            fall_out_of_step_with_a_collective()
+            fall_out_of_step(objcomm.barrier)
             wait_until(lambda: objcomm.iprobe(1, tag=9), "the first message")
             assert objcomm.iprobe(1, tag=8) is None  # listens to the new connection
             hear("rank 1 has sent three")
             time.sleep(0.1)  # time for the third to overtake the second, which it must not
             go_on.set()
             assert [objcomm.recv(1, tag=9) for _ in range(3)] == ["first", "second", "third"]
-    assert_pair_works()
-    assert_group_works()
+    assert_all_works()
 
 
 @contextlib.contextmanager
@@ -282,15 +256,11 @@ def _slow_to_listen() -> Iterator[threading.Event]:
 
 
 @ranks(2)
-def test_a_short_limit_tells_what_is_known_here() -> None:
+def test_a_short_timeout_reports_what_is_known_on_this_rank() -> None:
     objcomm.barrier()
     if here().rank == 0:
-        polls: dict[str, Callable[[], Any]] = {
-            "recv": lambda: objcomm.recv(1, timeout=0.02),
-            "probe": lambda: objcomm.probe(1, timeout=0.02),
-        }
-        for name, poll in polls.items():
-            error = error_in(TransportTimeout, poll)
+        for name in ("recv", "probe"):
+            error = error_in(TransportTimeout, lambda: getattr(objcomm, name)(1, timeout=0.02))  # noqa: B023  # called immediately
             assert (error.missing, error.seconds) == ((1,), 0.02)
             assert list(error.positions) == [0]
             assert error.positions[0].operation == name
@@ -316,29 +286,176 @@ def test_a_short_timeout_does_not_cut_off_a_message_that_is_arriving() -> None:
             assert objcomm.recv(1, tag=9, timeout=0.02) == LARGE
     else:
         objcomm.send(LARGE, 0, tag=9)
-    assert_pair_works()
+    assert_all_works()
+
+
+@pytest.mark.timed
+@ranks(2)
+@pytest.mark.parametrize(
+    ("timeout_s", "late_s", "is_async"),
+    [(0.02, 0.02, False), (0.2, 0.2, False), (0.5, 0.4, False), (0.02, 0.02, True)],
+)
+def test_a_call_exceeds_its_timeout_by_at_most_as_much(
+    timeout_s: float, late_s: float, *, is_async: bool
+) -> None:
+    def poll() -> None:
+        if is_async:
+            objcomm.irecv(timeout=timeout_s).wait()
+        else:
+            objcomm.recv(1, timeout=timeout_s)
+
+    objcomm.barrier()
+    polls = 10 if timeout_s < 0.1 else 3
+    if here().rank == 0:
+        with within(polls * (timeout_s + late_s)):
+            for _ in range(polls):
+                error_in(TransportTimeout, poll)
+    tell_all("over", "")
+
+
+# Polls that raise once nothing can arrive any more, as waiting calls do
+
+KINDS = ["iprobe", "recv", "probe"]
+
+
+def poll_once(kind: str, src: int | None = None, group: Any = None) -> Any:
+    """Return what has arrived from one rank or any, or None."""
+    if kind == "iprobe":
+        return objcomm.iprobe(src, group=group)
+    with contextlib.suppress(TransportTimeout):
+        return getattr(objcomm, kind)(src, group=group, timeout=0.02)
+    return None
+
+
+def poll(kind: str, src: int | None = None, group: Any = None) -> Any:
+    """Poll until a message or an error arrives."""
+    return wait_until(lambda: poll_once(kind, src, group), "a message or an error")
+
+
+def destroy_the_world() -> None:
+    """Destroy this rank's process group, and wait until the store holds the reason."""
+    dist.destroy_process_group()
+    wait_until(
+        lambda: all(each.name != "objcomm-board" for each in threading.enumerate()),
+        "the end of the thread that writes it",
+    )
+
+
+@contextlib.contextmanager
+def looking_when_said(topic: str) -> Iterator[None]:
+    """Look for lost senders only after ``topic`` is said: a sender may give its reason late."""
+    look = losses.look_for_senders
+
+    def look_if_said(*given: Any) -> None:
+        if is_said(topic):
+            look(*given)
+
+    with mock.patch.object(watchdog, "look_for_senders", look_if_said):
+        yield
+
+
+@ranks(2, expect_dead=[1])
+@pytest.mark.parametrize(  # each of the others resembles one of these
+    ("kind", "end", "src"),
+    [("iprobe", "killed", 1), ("recv", "killed", None), ("probe", "destroyed", 1)],
+)
+def test_a_poll_for_a_first_message_reports_the_end_of_its_sender(
+    kind: str, end: str, src: int | None
+) -> None:
+    # A new group: on existing connections, the kernel would report the end of a killed rank.
+    group: Any = dist.new_group() if end == "killed" else None
+    objcomm.barrier()
+    if here().rank == 1:
+        hear("rank 0 polls")
+        if end == "destroyed":
+            destroy_the_world()
+        say("rank 1 has left")
+        if end == "destroyed":
+            hear("rank 0 has heard")
+        die()
+    with looking_when_said("rank 1 has left"):
+        assert poll_once(kind, src, group) is None
+        say("rank 0 polls")
+        error = error_in(TransportError, lambda: poll(kind, src, group))
+    assert not isinstance(error, TransportTimeout)
+    assert error.peers == (1,)
+    assert ("destroyed its process group" if end == "destroyed" else "has ended") in str(error)
+    error_in(BrokenGroupError, lambda: objcomm.recv(1, group=group))
+    say("rank 0 has heard")
+
+
+@ranks(3, expect_dead=[1, 2])
+def test_polling_for_any_rank_finds_messages_of_the_remaining_ranks() -> None:
+    objcomm.barrier()
+    if here().rank == 1:
+        hear("rank 0 polls")
+        destroy_the_world()
+        say("rank 1 has left")
+        hear("rank 0 has heard")
+        die()
+    if here().rank == 2:
+        hear("rank 0 has heard of rank 1")
+        objcomm.send("from rank 2", 0)
+        hear("rank 0 has heard")
+        die()
+    assert objcomm.iprobe() is None
+    say("rank 0 polls")
+    hear("rank 1 has left")
+    assert error_in(TransportError, lambda: poll("iprobe", 1)).peers == (1,)
+    say("rank 0 has heard of rank 1")
+    assert poll("iprobe").src == 2
+    assert objcomm.recv() == "from rank 2"
+    say("rank 0 has heard")
+
+
+@ranks(3)
+@pytest.mark.parametrize("kind", KINDS)
+def test_polling_in_a_block_raises_when_another_rank_fails(kind: str) -> None:
+    """Ranks 0 and 2 poll each other, so no connection to rank 1 reports the failure.
+
+    They use a separate group because they may connect while the block fails, and one of them may
+    then receive the failure twice.
+    """
+    own, other = here().rank, 2 - here().rank
+    heard: list[CollectiveError] = []  # from polls; the block raises one for any error
+
+    def fail_or_poll(group: Any) -> None:
+        if own == 1:
+            hear("rank 0 polls")
+            hear("rank 2 polls")
+            raise LookupError("of rank 1")
+        assert poll_once(kind, other, group) is None
+        say(f"rank {own} polls")
+        heard.append(error_in(CollectiveError, lambda: poll(kind, other, group)))
+        raise heard[0]
+
+    with subgroup(0, 1, 2) as group:
+        with (
+            pytest.raises(CollectiveError, match="of rank 1"),
+            objcomm.fail_together(group=group),
+        ):
+            fail_or_poll(group)
+        assert len(heard) == (own != 1)
+        tell_all("all have left the block", "")
     assert_group_works()
 
 
-@pytest.mark.timed
-@ranks(2)
-@pytest.mark.parametrize(("limit_s", "longer_s"), [(0.02, 0.02), (0.2, 0.2), (0.5, 0.4)])
-def test_a_limit_is_lengthened_by_itself_at_most(limit_s: float, longer_s: float) -> None:
-    objcomm.barrier()
-    polls = 10 if limit_s < 0.1 else 3
-    if here().rank == 0:
-        with within(polls * (limit_s + longer_s)):
-            for _ in range(polls):
-                error_in(TransportTimeout, lambda: objcomm.recv(1, timeout=limit_s))
-    tell_all("over", "")
+@ranks(3, expect_dead=[1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_polling_in_a_block_raises_when_another_rank_dies(kind: str) -> None:
+    own, other = here().rank, 2 - here().rank
+    objcomm.sendrecv(own, (own + 1) % 3, (own - 1) % 3)
 
+    def die_or_poll() -> None:
+        with objcomm.fail_together():
+            if own == 1:
+                hear("rank 0 polls")
+                hear("rank 2 polls")
+                die()
+            assert poll_once(kind, other) is None
+            say(f"rank {own} polls")
+            poll(kind, other)
 
-@pytest.mark.timed
-@ranks(2)
-def test_a_short_limit_of_what_waits_in_the_background_is_kept() -> None:
-    objcomm.barrier()
-    if here().rank == 0:
-        with within(10 * 0.04):
-            for _ in range(10):
-                error_in(TransportTimeout, lambda: objcomm.irecv(timeout=0.02).wait())
-    tell_all("over", "")
+    assert "rank 1 ended: its process" in str(error_in(CollectiveError, die_or_poll))
+    survivors: Any = dist.new_group([0, 2], use_local_synchronization=True)
+    assert_group_works(survivors)
