@@ -15,17 +15,16 @@ from objcomm._calls import group as calls_group
 from objcomm._failures.channel import say_farewell
 from objcomm._failures.noticeboard import IDLE_SECONDS
 from objcomm._failures.watchdog import board_thread_of
-from objcomm._transport.store import loopback_store
 from objcomm._world import store_of
 from tests.group.helpers import (
     assert_group_works,
     assert_no_verdict_stays,
     error_in,
     hear,
+    join_over_tcp,
     keys_in,
     keys_of_verdicts,
     say,
-    subgroup,
     tell_all,
 )
 from tests.group.pairs import LARGE
@@ -40,11 +39,14 @@ def _left_over() -> tuple[int, int]:
 
 
 def _use_and_destroy(turns: int) -> None:
-    other = 1 - here().rank
-    for _ in range(turns):
+    own, other = here().rank, 1 - here().rank
+    for turn in range(turns):
         group: Any = dist.new_group([0, 1])
-        assert objcomm.sendrecv(here().rank, other, other, group=group) == other
-        objcomm.send("never taken", other, tag=9, group=group)
+        assert objcomm.iprobe(tag=None, group=group) is None  # nothing of the last group
+        objcomm.barrier(group=group)
+        assert objcomm.sendrecv((own, turn), other, other, group=group) == (other, turn)
+        for dst in (own, other):
+            objcomm.send("never received", dst, tag=9, group=group)
         work: Any = objcomm.irecv(other, tag=8, group=group)
         objcomm.barrier(group=group)
         dist.destroy_process_group(group)
@@ -55,7 +57,7 @@ def _use_and_destroy(turns: int) -> None:
 
 
 @ranks(2, disposable=True)
-def test_a_destroyed_group_leaves_no_thread_no_socket_and_no_key() -> None:
+def test_a_destroyed_group_leaves_no_message_thread_socket_or_key() -> None:
     objcomm.barrier()
     _use_and_destroy(3)
     store: Any = store_of(dist.group.WORLD)
@@ -77,7 +79,7 @@ def test_a_destroyed_group_leaves_no_thread_no_socket_and_no_key() -> None:
 
 
 @ranks(2, disposable=True)
-def test_a_farewell_that_the_store_hears_late_leaves_no_key() -> None:
+def test_a_farewell_that_reaches_the_store_late_leaves_no_key() -> None:
     world: Any = dist.group.WORLD
     store, other = store_of(world), 1 - here().rank
     objcomm.barrier()
@@ -95,25 +97,12 @@ def test_a_farewell_that_the_store_hears_late_leaves_no_key() -> None:
     assert_group_works()
 
 
-@ranks(2)
-def test_nothing_of_a_destroyed_group_reaches_the_next() -> None:
-    other = 1 - here().rank
-    for turn in range(3):
-        with subgroup(0, 1) as group:
-            assert objcomm.iprobe(tag=None, group=group) is None
-            tell_all(f"nothing is there in turn {turn}", "")
-            assert objcomm.sendrecv(turn, other, other, group=group) == turn
-            objcomm.send("stale", other, group=group)
-            objcomm.send("stale", here().rank, group=group)
-            objcomm.barrier(group=group)
-
-
 class Held:
     """An object that weak references can watch."""
 
 
 @ranks(1, 2)
-def test_neither_what_was_sent_nor_what_arrived_is_kept() -> None:
+def test_no_object_is_kept_after_a_message() -> None:
     other = (here().rank + 1) % here().world_size
     for is_async in (False, True):
         mine = Held()
@@ -133,10 +122,7 @@ def test_neither_what_was_sent_nor_what_arrived_is_kept() -> None:
 def test_a_farewell_is_sent_after_its_world_is_destroyed() -> None:
     """On a busy machine, the farewell may come long after the group is destroyed."""
     rank, other = here().rank, 1 - here().rank
-    own = loopback_store() if rank == 0 else None
-    port = int(tell_all("port", str(own.port) if own is not None else "")[0])
-    store = own or dist.TCPStore("127.0.0.1", port, None, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    store = join_over_tcp()
     assert objcomm.sendrecv(rank, other, other) == other
 
     def say_late(channels: Any) -> None:
