@@ -1,20 +1,26 @@
 """Point-to-point messages that are refused, late or interrupted: which rank raises what."""
 
+import contextlib
 import gc
 import os
 import signal
 import threading
 import time
 import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, DecodeError, TransportError, TransportTimeout
+from objcomm._failures import watchdog
 from objcomm._transport.streams import StreamLink
+from objcomm._transport.threads import ThreadPool
 from tests.group.helpers import (
     RefusesToArrive,
     RefusesToPickle,
@@ -26,39 +32,51 @@ from tests.group.helpers import (
     tell_all,
     when_main_thread_waits,
 )
-from tests.group.pairs import LARGE, assert_pair_works
+from tests.group.pairs import LARGE, assert_all_works, assert_pair_works, right, swap, under_way
 from tests.group.watched import hastily, patiently
-from tests.ranks import ranks
-from tests.waits import PATIENCE_S, within
+from tests.ranks import ranks, solo
+from tests.waits import PATIENCE_S, wait_until, within
 from tests.workers import here
 
 # Refusals
 
+#: Functions that send to a rank, and functions that receive from it.
+EXCHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "send, recv": (objcomm.send, objcomm.recv),
+    "isend, irecv": (
+        lambda *given: objcomm.isend(*given).wait(),
+        lambda src, **options: objcomm.irecv(src, **options).wait(),
+    ),
+    "ssend, recv": (objcomm.ssend, objcomm.recv),
+    "send, mprobe": (
+        objcomm.send,
+        lambda src, **options: objcomm.mprobe(src).recv(**options),
+    ),
+}
+BAD = RefusesToPickle(ValueError("not this one"))
+
 
 @ranks(2)
-@pytest.mark.parametrize("is_async", [False, True])
-def test_an_object_that_cannot_be_encoded_raises_on_both(*, is_async: bool) -> None:
-    bad = RefusesToPickle(ValueError("not this one"))
+@pytest.mark.parametrize("kind", EXCHANGES)
+def test_an_object_that_cannot_be_encoded_raises_on_both_ranks(kind: str) -> None:
+    send, receive = EXCHANGES[kind]
     if here().rank == 0:
-        send = objcomm.send if not is_async else lambda *given: objcomm.isend(*given).wait()
-        error = error_in(CollectiveError, lambda: send(bad, 1))
+        error = error_in(CollectiveError, lambda: send(BAD, 1))
         assert "not this one" in str(error.__cause__)
     else:
-        receive = objcomm.recv if not is_async else lambda src: objcomm.irecv(src).wait()
         error = error_in(CollectiveError, lambda: receive(0))
     assert list(error.failures) == [0]
     assert "not this one" in str(error)
-    assert_pair_works()
-    assert_group_works()
+    assert_all_works()
 
 
 @ranks(1, 2)
-def test_a_rank_that_sends_to_itself_raises_alike() -> None:
+def test_a_rank_that_sends_a_bad_object_to_itself_raises() -> None:
     own = here().rank
-    bad = RefusesToPickle(ValueError("not this one"))
     for call in (
-        lambda: objcomm.send(bad, own),
-        lambda: objcomm.isend(bad, own).wait(),
+        lambda: objcomm.send(BAD, own),
+        lambda: objcomm.isend(BAD, own).wait(),
+        lambda: objcomm.issend(BAD, own).wait(),
         lambda: objcomm.send(RefusesToArrive(own), own),
     ):
         error = error_in(CollectiveError, call)
@@ -68,40 +86,41 @@ def test_a_rank_that_sends_to_itself_raises_alike() -> None:
 
 
 @ranks(2)
-def test_an_object_that_cannot_be_rebuilt_raises_on_the_receiver_alone() -> None:
-    for obj in (RefusesToArrive(1), (RefusesToArrive(1), LARGE)):
+@pytest.mark.parametrize("kind", EXCHANGES)
+def test_a_message_that_cannot_be_rebuilt_raises_on_the_receiver_alone(kind: str) -> None:
+    send, receive = EXCHANGES[kind]
+    refused: list[tuple[Any, dict[str, Any]]] = [
+        (RefusesToArrive(1), {}),
+        ((RefusesToArrive(1), LARGE), {}),
+        ("pickled", {"accept": ["msgpack"]}),
+        (Path("x"), {"allow": []}),
+    ]
+    for obj, options in refused:
         if here().rank == 0:
-            objcomm.send(obj, 1)
+            send(obj, 1)
         else:
-            error_in(DecodeError, lambda: objcomm.recv(0))
+            error_in(DecodeError, partial(receive, 0, **options))
     assert_pair_works()
 
 
 @ranks(2)
-def test_a_small_message_that_is_refused_harms_nobody() -> None:
-    if here().rank == 0:
-        objcomm.send("pickled", 1)
-        objcomm.send(Path("x"), 1)
-    else:
-        error_in(DecodeError, lambda: objcomm.recv(0, accept=["msgpack"]))
-        error_in(DecodeError, lambda: objcomm.recv(0, allow=[]))
-    assert_pair_works()
-
-
-@ranks(2)
+@pytest.mark.parametrize("kind", EXCHANGES)
 @pytest.mark.parametrize(
-    "options", [{"accept": ["msgpack"]}, {"max_nbytes": 1000}], ids=["codec", "limit"]
+    ("option", "error"),
+    [({"accept": ["msgpack"]}, DecodeError), ({"max_nbytes": 1000}, objcomm.WireError)],
+    ids=["codec", "limit"],
 )
-def test_a_large_message_that_is_refused_raises_on_both(options: dict[str, Any]) -> None:
+def test_a_large_message_that_is_refused_raises_on_both_ranks(
+    kind: str, option: dict[str, Any], error: type[Exception]
+) -> None:
+    send, receive = EXCHANGES[kind]
     objcomm.barrier()
     if here().rank == 0:
-        error = error_in(CollectiveError, lambda: objcomm.send(LARGE, 1))
-        assert list(error.failures) == [1]
+        assert list(error_in(CollectiveError, lambda: send(LARGE, 1)).failures) == [1]
     else:
-        with objcomm.configure(**options):
-            error_in(objcomm.ObjcommError, lambda: objcomm.recv(0))
-    assert_pair_works()
-    assert_group_works()
+        with objcomm.configure(**option):
+            error_in(error, lambda: receive(0))
+    assert_all_works()
 
 
 # Timeouts
@@ -120,24 +139,25 @@ def test_a_receive_that_waits_too_long_loses_nothing() -> None:
         assert error.positions[0].operation == "recv"
         assert error.positions[1].is_over
         assert Path(__file__).name in error.positions[0].call_site
-        with pytest.raises(TransportTimeout):
-            objcomm.probe(1, timeout=0.2)
-        with pytest.raises(TransportTimeout):
-            objcomm.irecv(timeout=0.2).wait()
-        say("all limits have passed")
+        for call in (
+            lambda: objcomm.probe(1, timeout=0.2),
+            lambda: objcomm.mprobe(1, timeout=0.2),
+            lambda: objcomm.irecv(timeout=0.2).wait(),
+        ):
+            assert error_in(TransportTimeout, call).missing == (1,)
+        say("all timeouts have expired")
         objcomm.send("now", 1)
         assert [objcomm.recv(1, tag=tag) for tag in (0, 3)] == ["late", LARGE]
     else:
-        hear("all limits have passed")  # in ``recv`` it would be out of step with rank 0
+        hear("all timeouts have expired")  # in ``recv`` it would be out of step with rank 0
         assert objcomm.recv(0) == "now"
         objcomm.send("late", 0)
         objcomm.send(LARGE, 0, tag=3)
-    assert_pair_works()
-    assert_group_works()
+    assert_all_works()
 
 
 @ranks(3)
-def test_a_limit_tells_where_the_awaited_rank_is() -> None:
+def test_a_timeout_reports_where_the_awaited_rank_is() -> None:
     objcomm.barrier()
     with subgroup(1, 2) as others:
         if here().rank == 0:
@@ -148,110 +168,107 @@ def test_a_limit_tells_where_the_awaited_rank_is() -> None:
                 assert not error.positions[1].is_over
                 error = error_in(TransportTimeout, lambda: objcomm.recv(timeout=0.5))
             assert set(error.missing) == {1, 2}
-            say("told where rank 1 is")
+            say("rank 0 knows where rank 1 is")
         elif here().rank == 1:
             when_main_thread_waits(lambda: say("rank 1 waits"))
             objcomm.barrier(group=others)
         else:
-            hear("told where rank 1 is")
+            hear("rank 0 knows where rank 1 is")
             objcomm.barrier(group=others)
     assert_pair_works()
 
 
 @ranks(2)
-def test_a_send_that_waits_too_long_ends_these_two_ranks_connection_only() -> None:
+def test_a_send_that_waits_too_long_ends_only_the_connection_of_these_ranks() -> None:
     with subgroup(0, 1) as group:
-        other = 1 - here().rank
-        assert objcomm.sendrecv("met", other, other, group=group) == "met"
+        assert swap("met", group=group) == "met"
         if here().rank == 0:
-            error = error_in(
-                TransportTimeout, lambda: objcomm.send(LARGE, 1, group=group, timeout=0.5)
-            )
-            assert error.missing == (1,)
+            late = partial(objcomm.send, LARGE, 1, group=group, timeout=0.5)
+            assert error_in(TransportTimeout, late).missing == (1,)
             tell_all("late", "")
         else:
             tell_all("late", "")
             error_in(TransportError, lambda: objcomm.recv(0, group=group))
-        with pytest.raises(BrokenGroupError):
-            objcomm.send(1, other, group=group)
+        error_in(BrokenGroupError, lambda: objcomm.send(1, right(), group=group))
         assert_group_works(group)
         assert_group_works()
 
 
 @pytest.mark.timed
 @ranks(2)
-def test_many_sends_to_a_rank_that_never_comes_end_at_their_limit() -> None:
+def test_many_sends_to_a_rank_that_never_receives_end_at_their_timeout() -> None:
     """Each waits for the one before it; together they take one timeout plus 2 s to report."""
     with subgroup(0, 1) as group:
         if here().rank == 0:
             with within(1.0 + 2.0):
                 works = [objcomm.isend(number, 1, timeout=1.0, group=group) for number in range(10)]
                 for work in works:
-                    with pytest.raises(TransportTimeout):
-                        work.wait()
+                    error_in(TransportTimeout, work.wait)
         tell_all("over", "")
 
 
 # Ctrl-C
 
 
+def interrupt(call: Callable[[], Any]) -> None:
+    """Press Ctrl-C when a call waits."""
+    when_main_thread_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        call()
+
+
 @ranks(2)
 @pytest.mark.parametrize("src", [1, None])
-def test_an_interrupted_receive_loses_no_message(src: int | None) -> None:
+def test_interrupted_receives_and_probes_lose_no_message(src: int | None) -> None:
     objcomm.barrier()
     if here().rank == 0:
-        when_main_thread_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
-            objcomm.recv(src)
-        objcomm.send("go on", 1)
+        work = objcomm.irecv(src, tag=2)
+        interrupt(lambda: objcomm.recv(src))
+        interrupt(lambda: objcomm.probe(src))
+        interrupt(lambda: objcomm.mprobe(src))
+        interrupt(work.wait)
+        say("all are interrupted")
         assert objcomm.recv(src) == "first"
         assert objcomm.recv(src) == LARGE
+        assert objcomm.mprobe(src).recv() == "third"
+        assert work.wait() == "to the work"
     else:
-        assert objcomm.recv(0) == "go on"
-        objcomm.send("first", 0)
-        objcomm.send(LARGE, 0)
-    assert_pair_works()
-    assert_group_works()
+        hear("all are interrupted")
+        for obj in ("first", LARGE, "third"):
+            objcomm.send(obj, 0)
+        objcomm.send("to the work", 0, tag=2)
+    assert_all_works()
 
 
 @ranks(2)
-def test_an_interrupted_probe_and_wait_lose_nothing() -> None:
+def test_the_message_of_an_interrupted_ssend_may_still_be_received() -> None:
+    assert_pair_works()
     if here().rank == 0:
-        work = objcomm.irecv(1, tag=2)
-        for call in (work.wait, lambda: objcomm.probe(1)):
-            when_main_thread_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
-            with pytest.raises(KeyboardInterrupt):
-                call()
-        objcomm.send("go on", 1)
-        assert work.wait() == "to the work"
-        assert objcomm.recv(1) == "to the probe"
+        interrupt(lambda: objcomm.ssend("interrupted", 1))
+        say("interrupted")
     else:
-        assert objcomm.recv(0) == "go on"
-        objcomm.send("to the work", 0, tag=2)
-        objcomm.send("to the probe", 0)
+        hear("interrupted")
+        assert objcomm.recv(0) == "interrupted"
+    assert_all_works()
 
 
 @ranks(2, disposable=True)
 @pytest.mark.parametrize("call", ["send", "sendrecv"])
-def test_an_interrupted_send_of_something_large_is_told(call: str) -> None:
+def test_an_interrupted_large_send_does_not_block_its_receiver(call: str) -> None:
     assert_pair_works()
     if here().rank == 0:
-        when_main_thread_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
         args = (LARGE, 1) if call == "send" else (LARGE, 1, 1)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            with pytest.raises(KeyboardInterrupt):
-                getattr(objcomm, call)(*args)
+            interrupt(lambda: getattr(objcomm, call)(*args))
             gc.collect()
-        assert not [str(each.message) for each in warned]
+        assert [str(each.message) for each in warned] == []
     tell_all("interrupted", "")
     if here().rank == 1 and call == "send":
-        error = error_in(TransportError, lambda: objcomm.recv(0))
-        assert error.peers == (0,)
-    elif call == "sendrecv":
-        if here().rank == 1:
-            assert objcomm.recv(0) == LARGE
-        tell_all("taken", "")
+        assert error_in(TransportError, lambda: objcomm.recv(0)).peers == (0,)
+    elif here().rank == 1:
+        assert objcomm.recv(0) == LARGE
+    tell_all("received", "")
     assert_group_works()
 
 
@@ -260,20 +277,19 @@ def test_an_interrupted_rank_closes_its_connections_even_if_another_thread_is_sl
     """The thread that asks the store closes them too; the caller does not wait long for it."""
     assert_pair_works()
     if here().rank == 0:
-        is_told, close = threading.Event(), StreamLink.abort
+        may_close, close = threading.Event(), StreamLink.abort
 
-        def late(link: StreamLink, farewell: bytes = b"") -> None:
+        def close_late(link: StreamLink, farewell: bytes = b"") -> None:
             if threading.current_thread() is not threading.main_thread():
-                is_told.wait(PATIENCE_S)
+                may_close.wait(PATIENCE_S)
             close(link, farewell)
 
-        when_main_thread_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
-        with mock.patch.object(StreamLink, "abort", late):
-            with hastily(), pytest.raises(KeyboardInterrupt):
-                objcomm.send(LARGE, 1)
+        with mock.patch.object(StreamLink, "abort", close_late):
+            with hastily():
+                interrupt(lambda: objcomm.send(LARGE, 1))
             tell_all("interrupted", "")
             tell_all("heard", "")
-            is_told.set()
+            may_close.set()
     else:
         tell_all("interrupted", "")
         error_in(TransportError, lambda: objcomm.recv(0))
@@ -281,12 +297,176 @@ def test_an_interrupted_rank_closes_its_connections_even_if_another_thread_is_sl
     assert_group_works()
 
 
+# Calls that fail at their start: no thread can start, or Ctrl-C between two steps
+
+
+@contextlib.contextmanager
+def no_new_threads(name: str) -> Iterator[None]:
+    """Refuse to start threads of this name, as a container at its thread limit does."""
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with mock.patch.object(threading.Thread, "start", refuse):
+        yield
+
+
+def assert_lacks_thread(call: Callable[[], object]) -> None:
+    assert "new thread" in str(error_in(RuntimeError, call))
+
+
+@contextlib.contextmanager
+def interrupted(*, after: bool) -> Iterator[None]:
+    """Interrupt this thread right before or after it hands a call to another thread."""
+    submit, interrupted_thread = ThreadPool.submit, threading.get_ident()
+
+    def interrupt(pool: ThreadPool, job: Callable[[], None]) -> None:
+        is_here = threading.get_ident() == interrupted_thread  # others submit jobs too
+        if after or not is_here:
+            submit(pool, job)
+        if is_here:
+            raise KeyboardInterrupt
+
+    with mock.patch.object(ThreadPool, "submit", interrupt):
+        yield
+
+
+@contextlib.contextmanager
+def pair_that_has_met() -> Iterator[dist.ProcessGroup]:
+    """Yield a group whose ranks 0 and 1 are connected and have no idle threads yet."""
+    with subgroup(0, 1) as group:
+        if here().rank == 0:
+            objcomm.send("met", 1, group=group)
+        else:
+            assert objcomm.recv(0, group=group) == "met"
+        yield group
+
+
+@ranks(2)
+def test_a_send_without_a_thread_does_not_block_later_sends() -> None:
+    with pair_that_has_met() as group:
+        if here().rank == 0:
+            with no_new_threads("objcomm-pool"):
+                assert_lacks_thread(lambda: objcomm.isend("never", 1, group=group))
+            assert under_way(group) == []
+            objcomm.send("next", 1, group=group)
+        else:
+            assert objcomm.recv(0, group=group) == "next"
+
+
+@ranks(2)
+@pytest.mark.parametrize("is_handed_over", [False, True])
+def test_a_send_interrupted_at_its_start_does_not_block_later_sends(
+    *, is_handed_over: bool
+) -> None:
+    with pair_that_has_met() as group:
+        if here().rank == 0:
+            with interrupted(after=is_handed_over), pytest.raises(KeyboardInterrupt):
+                objcomm.isend("interrupted", 1, group=group)
+            objcomm.send("next", 1, group=group)
+            wait_until(lambda: not under_way(group), "the end of all calls")
+        else:
+            got = objcomm.recv(0, group=group)
+            assert got == "next" or (is_handed_over and objcomm.recv(0, group=group) == "next")
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["objcomm-listen", "objcomm-connect"])
+@pytest.mark.parametrize("src", [1, None])
+def test_a_receive_that_cannot_begin_takes_nothing_and_the_next_one_can(
+    name: str, src: int | None
+) -> None:
+    with subgroup(0, 1) as group:
+        if here().rank == 0:
+            with no_new_threads(name):
+                assert_lacks_thread(lambda: objcomm.recv(src, group=group))
+                work: Any = objcomm.irecv(src, group=group)
+                assert_lacks_thread(partial(work.wait, PATIENCE_S))
+                assert_lacks_thread(lambda: objcomm.iprobe(src, group=group))
+            assert under_way(group) == []
+            assert [objcomm.recv(src, group=group) for _ in range(2)] == ["first", "second"]
+        else:
+            objcomm.send("first", 0, group=group)
+            objcomm.send("second", 0, group=group)
+
+
+@ranks(2)
+@pytest.mark.parametrize("is_handed_over", [False, True])
+def test_a_receive_that_is_interrupted_as_it_begins_leaves_the_message(
+    *, is_handed_over: bool
+) -> None:
+    with pair_that_has_met() as group:
+        if here().rank == 0:
+            objcomm.send("now", 1, group=group)
+            objcomm.probe(1, group=group)
+            with interrupted(after=is_handed_over), pytest.raises(KeyboardInterrupt):
+                objcomm.irecv(1, group=group)
+            got = objcomm.recv(1, group=group)
+            assert got == "first" or (is_handed_over and got == "second")
+            assert got == "second" or objcomm.recv(1, group=group) == "second"
+            wait_until(lambda: not under_way(group), "the end of all calls")
+        else:
+            assert objcomm.recv(0, group=group) == "now"
+            objcomm.send("first", 0, group=group)
+            objcomm.send("second", 0, group=group)
+
+
+@ranks(2)
+def test_a_message_that_no_thread_can_receive_fails_the_works_and_is_kept() -> None:
+    with pair_that_has_met() as group:
+        if here().rank == 0:
+            with no_new_threads("objcomm-pool"):
+                works: list[Any] = [objcomm.irecv(src, group=group) for src in (1, None, 1)]
+                objcomm.send("now", 1, group=group)
+                for work in works:
+                    assert_lacks_thread(partial(work.wait, PATIENCE_S))
+            assert objcomm.recv(1, group=group) == "kept"
+            assert under_way(group) == []
+            objcomm.send("still connected", 1, group=group)
+        else:
+            assert objcomm.recv(0, group=group) == "now"
+            objcomm.send("kept", 0, group=group)
+            assert objcomm.recv(0, group=group) == "still connected"
+
+
+@ranks(2)
+def test_a_timeout_ends_a_receive_even_if_no_thread_can_start() -> None:
+    with pair_that_has_met() as group:
+        own, other = here().rank, 1 - here().rank
+        with no_new_threads("objcomm-pool"):
+            works: list[Any] = [
+                objcomm.irecv(src, timeout=0.3, tag=4, group=group) for src in (own, other)
+            ]
+            for work in works:
+                assert_lacks_thread(partial(work.wait, PATIENCE_S))
+        late: Any = objcomm.irecv(other, timeout=0.3, tag=4, group=group)
+        error_in(TransportTimeout, partial(late.wait, PATIENCE_S))  # the watchdog still runs
+        objcomm.barrier(group=group)
+
+
+@solo()
+def test_the_watchdog_survives_a_fallback_that_raises() -> None:
+    watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # nothing public shows its fallbacks
+    continued = threading.Event()
+
+    def fail() -> None:
+        raise RuntimeError("of a test")
+
+    watching._fallbacks += [(0.0, fail), (0.0, continued.set)]  # noqa: SLF001  # the same
+    watching._nudge()  # noqa: SLF001  # the same
+    assert continued.wait(PATIENCE_S)
+    assert watching.is_alive()
+
+
 # Blocks that fail together
 
 
 @ranks(2, 3)
 @pytest.mark.parametrize("src", [1, None])
-def test_a_block_that_fails_elsewhere_ends_a_receive(src: int | None) -> None:
+def test_a_block_that_fails_on_another_rank_ends_a_receive(src: int | None) -> None:
     def fail_or_wait() -> None:
         if here().rank == 1:
             hear("rank 0 waits")
@@ -300,6 +480,6 @@ def test_a_block_that_fails_elsewhere_ends_a_receive(src: int | None) -> None:
         fail_or_wait()
     for _ in range(2):  # the failure does not reach the next calls
         assert_pair_works()
-        objcomm.send("any", (here().rank + 1) % here().world_size, tag=5)
+        objcomm.send("any", right(), tag=5)
         assert objcomm.recv(tag=5) == "any"
         assert_group_works()
