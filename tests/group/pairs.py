@@ -14,10 +14,6 @@ from tests.workers import here
 
 LARGE = bytes(3_000_000)
 
-LARGE_NBYTES = 300_000
-OBJECTS = ["small", LARGE]
-IDS = ["small", "large"]
-
 each_size = pytest.mark.parametrize("obj", ["small", LARGE], ids=["small", "large"])
 
 
