@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 import objcomm
 from objcomm import CollectiveError
 from objcomm._training import once
+from tests.group.helpers import error_in
 
 __all__ = ["BLOCKS", "ORDERED", "SHARES", "OwnExit", "OwnInterrupt", "fail", "raised_together"]
 
@@ -28,11 +27,9 @@ def raised_together(
     call: Callable[[], object], *failing: int, operation: str, group: Any = None
 ) -> CollectiveError:
     """The error that every rank raises from a call, whose origin is on these ranks of the group."""
-    with pytest.raises(CollectiveError) as caught:
-        call()
-    error = caught.value
+    error: CollectiveError = error_in(CollectiveError, call)
     assert (error.operation, sorted(error.failures)) == (operation, sorted(failing))
-    assert ("in fail" in error.failures[failing[0]].traceback) is True
+    assert "in fail" in error.failures[failing[0]].traceback
     # The cause of a wait that was ended from outside is torch's error.
     own = None if isinstance(error.__cause__, objcomm.TransportError) else error.__cause__
     assert (own is not None) == (objcomm.rank(group) in failing)

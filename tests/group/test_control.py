@@ -28,23 +28,11 @@ from tests.group.control import (
     fail,
     raised_together,
 )
-from tests.group.helpers import (
-    RefusesToArrive,
-    assert_group_works,
-    exit_at_once,
-    subgroup,
-    tell_all,
-)
+from tests.group.helpers import RefusesToArrive, assert_group_works, error_in, subgroup, tell_all
+from tests.group.in_flight import meanwhile
 from tests.ranks import ranks
+from tests.samples import TwoArgumentError
 from tests.workers import here
-
-
-class TwoArgumentsError(Exception):
-    """Cannot be rebuilt from its message, and holds an object that cannot be pickled."""
-
-    def __init__(self, name: str, lock: Any) -> None:
-        super().__init__(f"{name} failed")
-        self.lock = lock
 
 
 @ranks(1, 2, 4)
@@ -71,15 +59,14 @@ def test_a_result_is_computed_once_and_shared() -> None:
 
 @ranks(2, 4)
 @pytest.mark.parametrize("name", SHARES)
-def test_an_error_of_the_one_that_computes_is_raised_on_all(name: str) -> None:
+def test_an_error_of_the_rank_that_computes_is_raised_on_all(name: str) -> None:
     share = SHARES[name]
-    errors = [ValueError("no such file"), TwoArgumentsError("it", threading.Lock())]
-    for error in errors:
-        told = raised_together(partial(share, partial(fail, error)), 0, operation=name)
-        failure = told.failures[0]
+    for error in (ValueError("no such file"), TwoArgumentError(3, "failed")):
+        raised = raised_together(partial(share, partial(fail, error)), 0, operation=name)
+        failure = raised.failures[0]
         assert failure.type_name.rpartition(".")[2] == type(error).__name__
         assert failure.message == str(error)
-        assert here().rank > 0 or told.__cause__ is error
+        assert here().rank > 0 or raised.__cause__ is error
         assert_group_works()
     for interrupt in (OwnInterrupt("stop"), OwnExit(3)):
         with pytest.raises((type(interrupt), CollectiveError)) as caught:
@@ -93,26 +80,17 @@ def test_an_error_of_the_one_that_computes_is_raised_on_all(name: str) -> None:
 
 
 @ranks(4)
-def test_helpers_know_subgroups_and_sources() -> None:
+def test_helpers_work_in_subgroups_and_with_sources() -> None:
+    rank, fails = here().rank, partial(fail, OSError())
     with subgroup(1, 3) as pair:
-        rank = here().rank
         if rank in {1, 3}:
             for name, share in SHARES.items():
-                assert share(lambda: here().rank, group=pair) == 1, name
-                raised_together(
-                    partial(share, partial(fail, OSError()), group=pair),
-                    0,
-                    operation=name,
-                    group=pair,
-                )
-            assert objcomm.compute_and_broadcast(lambda: here().rank, 3, group=pair) == 3
+                assert share(lambda: rank, group=pair) == 1, name
+                raised_together(partial(share, fails, group=pair), 0, operation=name, group=pair)
+            assert objcomm.compute_and_broadcast(lambda: rank, 3, group=pair) == 3
             assert objcomm.compute_and_broadcast(here, group_src=1, group=pair).rank == 3
-            error = raised_together(
-                lambda: objcomm.compute_and_broadcast(lambda: fail(OSError()), 3, group=pair),
-                1,
-                operation="compute_and_broadcast",
-                group=pair,
-            )
+            call = partial(objcomm.compute_and_broadcast, fails, 3, group=pair)
+            error = raised_together(call, 1, operation="compute_and_broadcast", group=pair)
             assert error.failures[1].rank == 1
             assert objcomm.is_main(pair, scope="node") == (rank == 1)
             assert_group_works(pair)
@@ -123,19 +101,20 @@ def test_helpers_know_subgroups_and_sources() -> None:
             for block in (objcomm.main_first, objcomm.node_first, once.zero_only):
                 with pytest.raises(objcomm.NotInGroupError), block(group=pair):
                     pass
-    assert objcomm.compute_and_broadcast(lambda: here().rank, 2) == 2
+    assert objcomm.compute_and_broadcast(lambda: rank, 2) == 2
     assert_group_works()
 
 
 @ranks(1, 3)
-def test_another_rank_than_the_first_may_be_the_one_that_runs_it() -> None:
+def test_a_rank_other_than_the_first_may_be_the_one_that_runs_it() -> None:
     rank, last = here().rank, here().world_size - 1
     made = object() if rank == last else None
     named: Any
     for named in ({"rank": last}, {"group_rank": last}):
         for share in (SHARES["run_on_main"], SHARES["main_process_only"]):
             assert share(lambda: here().rank, **named) == last
-            assert (share(lambda: kept_or(made), **named) is made) == (rank == last)
+            got = share(lambda: made or "of another rank", **named)
+            assert (got is made) == (rank == last)
         ran: list[str] = []
         objcomm.run_on_main(ran.append, ["func"], None, ran.append, ["post"], **named)
         assert ran == (["func"] if rank == last else ["post"])
@@ -143,16 +122,9 @@ def test_another_rank_than_the_first_may_be_the_one_that_runs_it() -> None:
         objcomm.run_on_main(int, **both, **named)
         assert ran[1:] == ["post"]
     for name in ("run_on_main", "main_process_only"):
-        raised_together(
-            partial(SHARES[name], partial(fail, OSError("disk full")), rank=last),
-            last,
-            operation=name,
-        )
+        call = partial(SHARES[name], partial(fail, OSError("disk full")), rank=last)
+        raised_together(call, last, operation=name)
         assert_group_works()
-
-
-def kept_or(made: object) -> object:
-    return "of another rank" if made is None else made
 
 
 @ranks(4)
@@ -169,34 +141,35 @@ def test_rank_is_global_and_group_rank_counts_within_a_subgroup() -> None:
             assert_group_works(pair)
 
 
+def must_be_refused(name: str, **options: Any) -> None:
+    """Call a function or enter a block with wrong arguments, so that neither may run anything."""
+    if name in SHARES:
+        SHARES[name](pytest.fail, **options)
+        return
+    with ORDERED[name](**options):
+        pytest.fail("it was entered")
+
+
 @ranks(1, 2)
 @pytest.mark.parametrize("name", ["run_on_main", "main_process_only", "main_first", "zero_first"])
 def test_a_rank_that_does_not_exist_is_refused_before_any_traffic(name: str) -> None:
     size = here().world_size
-
-    def call(**named: Any) -> None:
-        if name in SHARES:
-            SHARES[name](pytest.fail, **named)
-            return
-        with ORDERED[name](**named):
-            pytest.fail("it was entered")
-
-    for named, told in (
-        ({"rank": size}, rf"{name}: rank={size} is not in this group"),
-        ({"group_rank": size}, rf"{name}: group_rank={size} is not in this group of {size}"),
-        ({"rank": "main"}, rf"{name}: rank must be an integer \(a rank\), not 'main'"),
-        ({"group_rank": 0.0}, rf"{name}: group_rank must be an integer \(a rank\), not 0\.0"),
-        ({"rank": 0, "group_rank": 0}, rf"{name}: rank=0 and group_rank=0 were both given"),
+    for named, reason in (
+        ({"rank": size}, f"rank={size} is not in this group"),
+        ({"group_rank": size}, f"group_rank={size} is not in this group of {size}"),
+        ({"rank": "main"}, r"rank must be an integer \(a rank\), not 'main'"),
+        ({"group_rank": 0.0}, r"group_rank must be an integer \(a rank\), not 0\.0"),
+        ({"rank": 0, "group_rank": 0}, "rank=0 and group_rank=0 were both given"),
     ):
         if here().rank == 0:  # no other rank is involved
-            with pytest.raises(UsageError, match=told):
-                call(**named)
+            with pytest.raises(UsageError, match=f"{name}: {reason}"):
+                must_be_refused(name, **named)
     assert_group_works()
 
 
 @ranks(3)
 @pytest.mark.parametrize("name", ["run_on_main", "main_process_only"])
-def test_ranks_that_name_another_one_are_told_so(name: str) -> None:
+def test_ranks_that_name_different_ones_raise_a_desync(name: str) -> None:
     def call() -> None:
         SHARES[name](int, rank=2 if here().rank == 1 else 1)
         objcomm.barrier()  # for a rank that returned early
@@ -207,10 +180,12 @@ def test_ranks_that_name_another_one_are_told_so(name: str) -> None:
 
 
 @ranks(1, 2, 4)
-@pytest.mark.parametrize("name", ["run_on_main", "run_once_per_node"])
-def test_what_comes_after(name: str) -> None:
-    run = getattr(objcomm, name)
-    keywords = {"run_on_main": "run_post_on_main", "run_once_per_node": "run_post_on_all"}
+@pytest.mark.parametrize(
+    ("name", "keyword"),
+    [("run_on_main", "run_post_on_main"), ("run_once_per_node", "run_post_on_all")],
+)
+def test_a_post_function_runs_on_the_other_ranks_or_on_all(name: str, keyword: str) -> None:
+    run, everywhere = getattr(objcomm, name), {keyword: True}
     rank, last = here().rank, here().world_size - 1
     events: list[Any] = []
 
@@ -227,27 +202,19 @@ def test_what_comes_after(name: str) -> None:
     def talks() -> None:
         events.append(objcomm.all_gather(rank))
 
-    everywhere = {keywords[name]: True}
     run(lambda: None, None, None, talks, **everywhere)
     assert events[2:] == [list(range(here().world_size))]
+
+    def fails_on_last(body: Callable[[], None]) -> None:
+        if rank == last:
+            fail(ValueError("no such file"))
+        body()
+
     # If the last rank fails, all ranks raise, including those that wait for it in a call.
-    for body in (lambda: None, talks):
-
-        def fails_on_last(body: Callable[[], None] = body) -> None:
-            if rank == last:
-                fail(ValueError("no such file"))
-            body()
-
-        raised_together(
-            lambda: run(lambda: 1, post_func=fails_on_last, **everywhere),
-            last,
-            operation=name,
-        )
-        assert_group_works()
-    if last:
-        raised_together(
-            lambda: run(lambda: 1, post_func=fails_on_last, post_args=[int]), last, operation=name
-        )
+    failing = {"post_func": fails_on_last, "post_args": [lambda: None]}
+    calling = {"post_func": fails_on_last, "post_args": [talks]}
+    for options in (failing | everywhere, calling | everywhere, *([failing] if last else [])):
+        raised_together(partial(run, lambda: 1, **options), last, operation=name)
         assert_group_works()
 
 
@@ -259,20 +226,20 @@ def test_a_post_function_may_not_need_a_rank_that_waits() -> None:
 
 
 @ranks(2)
-def test_a_result_that_cannot_be_decoded() -> None:
+def test_a_result_that_cannot_be_decoded_raises_on_its_rank_or_on_all() -> None:
     """If all ranks meet afterwards, all raise; otherwise only that rank does, as in broadcast."""
-    with pytest.raises(CollectiveError, match="rebuilt on rank 1"):
-        objcomm.run_once_per_node(lambda: RefusesToArrive(1))
-    assert_group_works()
-    with pytest.raises(objcomm.DecodeError) if here().rank else contextlib.nullcontext():
-        objcomm.run_on_main(lambda: RefusesToArrive(1))
-    assert_group_works()
-    for everywhere in (False, True):
+    make = partial(RefusesToArrive, 1)
+    for call in (
+        partial(objcomm.run_once_per_node, make),
+        partial(objcomm.run_on_main, make, post_func=int),
+        partial(objcomm.run_on_main, make, post_func=int, run_post_on_main=True),
+    ):
         with pytest.raises(CollectiveError, match="rebuilt on rank 1"):
-            objcomm.run_on_main(
-                lambda: RefusesToArrive(1), post_func=int, run_post_on_main=everywhere
-            )
+            call()
         assert_group_works()
+    with pytest.raises(objcomm.DecodeError) if here().rank else contextlib.nullcontext():
+        objcomm.run_on_main(make)
+    assert_group_works()
 
 
 @ranks(2)
@@ -294,23 +261,9 @@ def test_slow_work_needs_a_longer_limit_and_no_other_group() -> None:
         with pytest.raises(objcomm.TransportTimeout):  # the call sets no limit
             objcomm.barrier(group=short)
     tell_all("it has ended", "")
-
-    def twice() -> None:  # rank 0's message for the first has arrived
-        for _ in range(2):
-            objcomm.barrier(group=short)
-
-    with pytest.raises(objcomm.TransportError):  # a verdict stays until all ranks have read it
-        twice()
+    # A verdict stays until all ranks have read it; rank 0's message for the first call has arrived.
+    error_in(objcomm.TransportError, lambda: [objcomm.barrier(group=short) for _ in range(2)])
     dist.destroy_process_group(short)
-
-
-@ranks(3, expect_dead={0})
-def test_a_first_rank_that_dies_at_its_work_is_named() -> None:
-    objcomm.barrier()  # rank 0 must not die while others still connect
-    with pytest.raises(objcomm.TransportError) as caught:
-        objcomm.run_on_main(exit_at_once)
-    assert caught.value.operation == "run_on_main"
-    assert caught.value.peers == (0,)
 
 
 @ranks(2)
@@ -326,10 +279,8 @@ def test_threads_share_results_on_lanes_of_their_own() -> None:
             for _ in range(20):
                 results[name].append(add(number))
 
-    thread = threading.Thread(target=run, args=("share aside", 5))
-    thread.start()
-    run("share here", 1)
-    thread.join()
+    with meanwhile(partial(run, "share aside", 5)):
+        run("share here", 1)
     assert results == {"share here": [2] * 20, "share aside": [6] * 20}
 
 
@@ -364,7 +315,7 @@ def test_decorated_functions_call_each_other() -> None:
     assert_group_works()
 
 
-def test_what_gives_no_result_to_share_is_not_decorated() -> None:
+def test_a_function_without_a_result_to_share_is_not_decorated() -> None:
     def generator() -> Iterator[int]:
         yield 1
 
@@ -383,22 +334,15 @@ def test_what_gives_no_result_to_share_is_not_decorated() -> None:
 @ranks(2)
 def test_a_wrong_argument_is_refused_before_any_traffic() -> None:
     for name in (*SHARES, *BLOCKS, "zero_only"):
-        with case(name):
-            give_wrong_arguments(name)
-
-
-def give_wrong_arguments(name: str) -> None:
-    def enter() -> None:
-        with ORDERED[name](timeout=0):
-            pytest.fail("it was entered")
-
-    with pytest.raises(UsageError, match=f"{name}: timeout=0"):
-        SHARES[name](lambda: 1, timeout=0) if name in SHARES else enter()
-    if name in SHARES and here().rank == 0:  # no other rank is involved
-        with pytest.raises(UsageError, match=f"{name}: .*callable"):
-            SHARES[name]("no function")
-    if name.startswith("run_") and here().rank == 1:
-        for arguments in ({"args": 5}, {"kwargs": 5}, {"post_func": "no function"}):
-            with pytest.raises(UsageError, match=name):
-                SHARES[name](int, **arguments)
+        with case(name), pytest.raises(UsageError, match=f"{name}: timeout=0"):
+            must_be_refused(name, timeout=0)
+    if here().rank == 0:  # no other rank is involved
+        for name, share in SHARES.items():
+            with case(name), pytest.raises(UsageError, match=f"{name}: .*callable"):
+                share("no function")
+    else:
+        for name in ("run_on_main", "run_once_per_node"):
+            for arguments in ({"args": 5}, {"kwargs": 5}, {"post_func": "no function"}):
+                with case(name), pytest.raises(UsageError, match=name):
+                    SHARES[name](int, **arguments)
     assert_group_works()
