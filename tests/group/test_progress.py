@@ -2,10 +2,12 @@
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,7 +20,7 @@ from objcomm._algorithms.transfers import Transfers
 from objcomm._observe.progress import Bar
 from objcomm.errors import MissingDependencyError, TransportError
 from tests.cases import case
-from tests.group.helpers import assert_group_works, outcome_of, subgroup, tell_all
+from tests.group.helpers import assert_group_works, hear, outcome_of, say, subgroup, tell_all
 from tests.ranks import OVER_GLOO, ranks, solo
 from tests.workers import here
 
@@ -29,10 +31,6 @@ LARGE_NBYTES = 20 * MIB
 
 def large(fill: int = 1) -> torch.Tensor:
     return torch.full((LARGE_NBYTES,), fill, dtype=torch.uint8)
-
-
-def _one_each() -> list[torch.Tensor]:
-    return [large()] * here().world_size
 
 
 class Recording:
@@ -62,75 +60,49 @@ def recording(meter: Recording | None = None) -> Iterator[Recording]:
 
 
 @contextlib.contextmanager
-def terminal() -> Iterator[io.StringIO]:
-    """Capture standard error; bars appear immediately."""
+def terminal(patience_s: float = 0.0) -> Iterator[io.StringIO]:
+    """Capture standard error; bars appear after this time."""
     with (
-        mock.patch("objcomm._observe.progress._PATIENCE_SECONDS", 0.0),
+        mock.patch("objcomm._observe.progress._PATIENCE_SECONDS", patience_s),
         contextlib.redirect_stderr(io.StringIO()) as shown,
     ):
         yield shown
 
 
-Operation = Callable[[], object]
-
-#: Each operation, and the number of bytes that a world's first rank shows.
-CASES: dict[str, tuple[Operation, Callable[[int], int]]] = {
-    "broadcast": (lambda: objcomm.broadcast(large(), progress=True), lambda _: LARGE_NBYTES),
-    "broadcast from the last": (
-        lambda: objcomm.broadcast(large(), here().world_size - 1, progress=True),
-        lambda _: LARGE_NBYTES,
-    ),
-    "gather": (
-        lambda: objcomm.gather(large(), progress=True),
-        lambda size: (size - 1) * LARGE_NBYTES,
-    ),
-    "gather to the last": (
-        lambda: objcomm.gather(large(), here().world_size - 1, progress=True),
-        lambda _: LARGE_NBYTES,
-    ),
-    "all_gather": (
-        lambda: objcomm.all_gather(large(), progress=True),
-        lambda size: size * LARGE_NBYTES,
-    ),
-    "scatter": (
-        lambda: objcomm.scatter(_one_each(), progress=True),
-        lambda size: (size - 1) * LARGE_NBYTES,
-    ),
-    "scatter from the last": (
-        lambda: objcomm.scatter(_one_each(), here().world_size - 1, progress=True),
-        lambda _: LARGE_NBYTES,
-    ),
-    "async broadcast": (
-        lambda: objcomm.broadcast(large(), progress=True, async_op=True).wait(),
-        lambda _: LARGE_NBYTES,
-    ),
-}
-
+def _calls(size: int) -> dict[str, tuple[Callable[..., object], int]]:
+    """Each operation, and how many objects the first of this many ranks shows."""
+    obj, last = large(), size - 1
+    return {
+        "broadcast": (partial(objcomm.broadcast, obj), 1),
+        "broadcast from the last": (partial(objcomm.broadcast, obj, last), 1),
+        "gather": (partial(objcomm.gather, obj), size - 1),
+        "gather to the last": (partial(objcomm.gather, obj, last), 1),
+        "all_gather": (partial(objcomm.all_gather, obj), size),
+        "scatter": (partial(objcomm.scatter, [obj] * size), size - 1),
+        "scatter from the last": (partial(objcomm.scatter, [obj] * size, last), 1),
+        "async broadcast": (lambda **o: objcomm.broadcast(obj, async_op=True, **o).wait(), 1),
+    }
 
 @ranks(2, 3, 4)
 def test_every_byte_is_counted_once_and_piece_by_piece() -> None:
-    for turn, (name, (operation, expected)) in enumerate(CASES.items()):
-        if (turn + here().world_size) % 3:  # each in two of the three world sizes
-            with case(name):
-                count_and_compare(operation, expected)
-
-
-def count_and_compare(operation: Operation, expected: Callable[[int], int]) -> None:
-    with recording() as meter:
-        operation()
-    if here().rank == 0:
-        nbytes = expected(here().world_size)
-        assert sum(meter.pieces) == meter.total
-        # The codec's own bytes may be counted as well.
-        assert nbytes <= meter.total < nbytes + MIB
-        assert max(meter.pieces) <= 4 * MIB
-    else:
-        assert meter.pieces == []
-    assert meter.is_closed == (here().rank == 0)
+    size = here().world_size
+    for turn, (name, (call, objects)) in enumerate(_calls(size).items()):
+        if (turn + size) % 3 == 0:  # each in two of the three world sizes
+            continue
+        with case(name), recording() as meter:
+            call(progress=True)
+            if here().rank == 0:
+                assert sum(meter.pieces) == meter.total
+                # The codec's own bytes may be counted as well.
+                assert objects * LARGE_NBYTES <= meter.total < objects * LARGE_NBYTES + MIB
+                assert max(meter.pieces) <= 4 * MIB
+            else:
+                assert meter.pieces == []
+            assert meter.is_closed == (here().rank == 0)
 
 
 @ranks(2)
-def test_what_is_pickled_as_one_is_counted_too() -> None:
+def test_an_object_that_is_pickled_as_one_is_counted_too() -> None:
     words = [f"word {n}" for n in range(500_000)]
     for call in (objcomm.broadcast, objcomm.gather, objcomm.all_gather):
         with recording() as meter:
@@ -159,51 +131,48 @@ class Telling(Recording):
     def moved(self, nbytes: int) -> None:
         super().moved(nbytes)
         if len(self.pieces) == 3:
-            here().store("progress").set("third", str(sum(self.pieces)))
+            say("third", str(sum(self.pieces)))
 
 
 @contextlib.contextmanager
-def after_pieces(count: int, action: Callable[[], object]) -> Iterator[None]:
-    """Run ``action`` when ``count`` pieces have arrived, before this rank takes more."""
-    taken: list[object] = []
-    original = Transfers._take  # noqa: SLF001  # called when a piece has arrived
+def after_pieces(
+    count: int, action: Callable[[], object], step: str = "_take"
+) -> Iterator[None]:
+    """Run ``action`` when ``count`` pieces have arrived, or left, before the next one.
 
-    def take(self: Transfers, *args: object, **kwargs: bool) -> None:
-        original(self, *args, **kwargs)  # type: ignore[arg-type]  # passed on
-        taken.append(None)
-        if len(taken) == count:
+    Args:
+        count: how many.
+        action: what to run.
+        step: ``_take`` is called when a piece has arrived, ``_send`` when one leaves.
+    """
+    original, numbers = getattr(Transfers, step), itertools.count(1)
+
+    def counted(*args: Any, **options: Any) -> None:
+        original(*args, **options)
+        if next(numbers) == count:
             action()
 
-    with mock.patch.object(Transfers, "_take", take):
+    with mock.patch.object(Transfers, step, counted):
         yield
 
 
-def _source_is_told() -> None:
-    told = here().store("progress").get("third")
-    assert int(told) < LARGE_NBYTES
+def _sender_has_counted() -> None:
+    assert int(hear("third")) < LARGE_NBYTES
 
 
 @ranks(2)
-def test_a_source_counts_while_bytes_move_and_not_at_the_end() -> None:
-    # The receiver stops at the fourth piece until the source has counted three.
+@pytest.mark.parametrize(("call", "root"), [(objcomm.broadcast, 0), (objcomm.gather, 1)])
+def test_a_sender_counts_while_bytes_move_and_not_at_the_end(
+    call: Callable[..., object], root: int
+) -> None:
+    # The receiver stops at the fourth piece until the sender has counted three.
     with recording(Telling()) as meter:
         if here().rank == 0:
-            objcomm.broadcast(large(), progress=True)
+            call(large(), root, progress=True)
             assert len(meter.pieces) > 3
         else:
-            with after_pieces(4, _source_is_told):
-                objcomm.broadcast(None, progress=True)
-
-
-@ranks(2)
-def test_a_sender_counts_while_bytes_move_and_not_at_the_end() -> None:
-    with recording(Telling()) as meter:
-        if here().rank == 0:
-            objcomm.gather(large(), 1, progress=True)
-            assert len(meter.pieces) > 3
-        else:
-            with after_pieces(4, _source_is_told):
-                objcomm.gather(None, 1, progress=True)
+            with after_pieces(4, _sender_has_counted):
+                call(None, root, progress=True)
 
 
 @ranks(3)
@@ -235,9 +204,8 @@ def test_the_first_rank_shows_a_bar_and_no_other_shows_anything() -> None:
     if here().rank == 0:
         first, *_, last = text.lstrip("\r").split("\r")
         assert re.match(r"broadcast: +\d+%\|.*\d\.\d+M/20\.0M \[", first)
-        assert re.match(
-            r"broadcast: 100%\|.*\| 20\.0M/20\.0M \[\d\d:\d\d<00:00, .*B/s\] *\n$", last
-        )
+        finished = r"broadcast: 100%\|.*\| 20\.0M/20\.0M \[\d\d:\d\d<00:00, .*B/s\] *\n$"
+        assert re.match(finished, last)
     else:
         assert text == ""
 
@@ -258,14 +226,9 @@ def test_the_first_rank_of_a_subgroup_shows_it() -> None:
 
 
 @ranks(2, disposable=True)
-def test_what_is_over_soon_shows_nothing_and_imports_nothing() -> None:
+def test_a_call_that_ends_soon_shows_nothing_and_imports_nothing() -> None:
     sys.modules.pop("tqdm.auto", None)
-    with (
-        mock.patch(
-            "objcomm._observe.progress._PATIENCE_SECONDS", 60.0
-        ),  # the default of 0.5 s may pass too soon
-        contextlib.redirect_stderr(io.StringIO()) as shown,
-    ):
+    with terminal(60.0) as shown:  # the default of 0.5 s may pass too soon
         for nbytes in (10, 100_000, MIB):
             assert len(objcomm.broadcast(bytes(nbytes), progress=True)) == nbytes
             objcomm.gather(bytes(nbytes), progress=True)
@@ -284,58 +247,43 @@ def test_a_bar_below_another_one_leaves_nothing_behind() -> None:
         assert lines[-1].startswith("epochs: 100%")
 
 
+def die_after(topic: str) -> None:
+    hear(topic)
+    os._exit(0)
+
+
 @ranks(2, 3, expect_dead=(1,))
 def test_a_death_in_the_middle_ends_the_bar_and_its_line() -> None:
     original = Bar.moved
 
     def moved(self: Bar, nbytes: int) -> None:
         original(self, nbytes)
-        here().store("progress").set("shown", "")
-
-    def die_when_it_is_shown() -> None:
-        here().store("progress").get("shown")
-        os._exit(0)
+        say("shown")
 
     with terminal() as shown:
         if here().rank == 1:
-            with after_pieces(2, die_when_it_is_shown):
+            with after_pieces(2, lambda: die_after("shown")):
                 objcomm.broadcast(None, progress=True)
         if here().rank == 2:  # it may have everything before it learns of the death
             outcome_of(lambda: objcomm.broadcast(None, progress=True))
             return
-        with (
-            mock.patch.object(Bar, "moved", moved),
-            pytest.raises(TransportError, match="rank 1"),
-        ):
+        with mock.patch.object(Bar, "moved", moved), pytest.raises(TransportError, match="rank 1"):
             objcomm.broadcast(large(), progress=True)
-    if here().rank == 0:
-        text = shown.getvalue()
-        assert "M/20.0M" in text
-        assert "100%" not in text
-        assert text.endswith("\n")
-        assert not getattr(tqdm, "_instances", ())
+    text = shown.getvalue()
+    assert "M/20.0M" in text
+    assert "100%" not in text
+    assert text.endswith("\n")
+    assert not getattr(tqdm, "_instances", ())
 
 
 @ranks(2, expect_dead=(1,), environment=OVER_GLOO)  # which sends while no rank waits
 def test_a_sender_that_dies_in_the_middle_ends_the_bar_and_its_line() -> None:
     with terminal() as shown:
         if here().rank == 1:
-            sent: list[int] = []
-            original = Transfers._send  # noqa: SLF001  # called when a piece leaves
-
-            def send(self: Transfers, flat: torch.Tensor, *args: object) -> None:
-                original(self, flat, *args)  # type: ignore[arg-type]  # passed on
-                sent.append(flat.nbytes)
-                if len(sent) == 5:
-                    here().store("progress").get("begun")
-                    os._exit(0)
-
-            with mock.patch.object(Transfers, "_send", send):
+            with after_pieces(5, lambda: die_after("one has arrived"), "_send"):
                 objcomm.gather(large(), progress=True)
-        with (
-            after_pieces(1, lambda: here().store("progress").set("begun", "")),
-            pytest.raises(TransportError, match="rank 1"),
-        ):
+        has_come = after_pieces(1, lambda: say("one has arrived"))
+        with has_come, pytest.raises(TransportError, match="rank 1"):
             objcomm.gather(large(), progress=True)
     text = shown.getvalue()
     assert "100%" not in text
@@ -349,7 +297,7 @@ class _Broken(io.StringIO):
 
 
 @ranks(2)
-def test_what_cannot_be_shown_ends_no_call_and_stops_no_other_thread() -> None:
+def test_a_bar_that_cannot_be_shown_ends_no_call_and_stops_no_other_thread() -> None:
     with terminal(), contextlib.redirect_stderr(_Broken()):
         assert len(objcomm.broadcast(large(), progress=True)) == LARGE_NBYTES
         # Another thread needs tqdm's lock too.
@@ -358,7 +306,7 @@ def test_what_cannot_be_shown_ends_no_call_and_stops_no_other_thread() -> None:
 
 
 @ranks(1, 2)
-def test_without_tqdm_every_rank_is_told_before_any_traffic() -> None:
+def test_without_tqdm_every_rank_raises_before_any_traffic() -> None:
     objcomm.barrier()
     objcomm.reset_stats()
     with mock.patch.dict(sys.modules, {"tqdm": None}):
