@@ -19,6 +19,7 @@ from objcomm._world import store_of
 from tests.group.helpers import (
     assert_group_works,
     assert_no_verdict_stays,
+    error_in,
     hear,
     say,
     subgroup,
@@ -45,8 +46,19 @@ def raises_together(block: Callable[[], Any], group: Any = None) -> CollectiveEr
     return caught.value
 
 
-def fail() -> None:
-    raise LookupError("no such shard")
+def fail_on(rank: int) -> None:
+    if here().rank == rank:
+        raise LookupError("no such shard")
+
+
+def failing_on(rank: int, call: Callable[[], object] = objcomm.barrier) -> Callable[[], None]:
+    """The body of a block that fails on one rank, while the others make a call."""
+
+    def body() -> None:
+        fail_on(rank)
+        call()
+
+    return body
 
 
 WAITS: dict[str, Callable[[], Any]] = {
@@ -62,13 +74,8 @@ WAITS: dict[str, Callable[[], Any]] = {
 @pytest.mark.timed
 @ranks(3)
 def test_an_error_is_raised_within_2_s_on_ranks_that_wait() -> None:
+    block = failing_on(1, lambda: objcomm.all_gather(1))
     objcomm.barrier()
-
-    def block() -> None:
-        if here().rank == 1:
-            fail()
-        objcomm.all_gather(1)
-
     tell_all("all have met", "")
     with within(2.0), pytest.raises(CollectiveError), objcomm.fail_together():
         block()
@@ -79,13 +86,7 @@ def test_an_error_is_raised_within_2_s_on_ranks_that_wait() -> None:
 @pytest.mark.parametrize("where", WAITS)
 def test_an_error_reaches_ranks_that_wait(where: str) -> None:
     last = objcomm.world_size() - 1
-
-    def block() -> None:
-        if here().rank == last:
-            fail()
-        WAITS[where]()
-
-    error = raises_together(block)
+    error = raises_together(failing_on(last, WAITS[where]))
     failure = error.failures[last]
     assert (failure.type_name, failure.message) == ("LookupError", "no such shard")
     assert "in fail" in failure.traceback
@@ -95,7 +96,7 @@ def test_an_error_reaches_ranks_that_wait(where: str) -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("name", INDESCRIBABLE)
-def test_an_error_that_cannot_be_described_reaches_the_others_all_the_same(name: str) -> None:
+def test_an_error_that_cannot_be_described_reaches_the_others_too(name: str) -> None:
     own = INDESCRIBABLE[name]()
 
     def block() -> None:
@@ -119,7 +120,7 @@ def test_an_error_reaches_ranks_in_different_operations() -> None:
             if here().rank == 1:
                 for rank in (0, 2, 3)[: objcomm.world_size() - 1]:
                     hear(f"rank {rank} waits")
-                fail()
+                fail_on(1)
             when_main_thread_waits(lambda: say(f"rank {here().rank} waits"))
             if here().rank == 0:
                 objcomm.all_gather("in the pair", group=pair)
@@ -134,10 +135,9 @@ def test_an_error_reaches_ranks_in_different_operations() -> None:
 
 
 @ranks(3)
-def test_a_rank_that_computes_hears_of_it_in_its_next_call() -> None:
+def test_a_rank_that_computes_raises_in_its_next_call() -> None:
     def block() -> None:
-        if here().rank == 0:
-            fail()
+        fail_on(0)
         if here().rank == 1:
             hear("rank 2 has raised")
         objcomm.all_gather(1)
@@ -149,68 +149,54 @@ def test_a_rank_that_computes_hears_of_it_in_its_next_call() -> None:
 
 
 @ranks(2)
-def test_ranks_that_failed_both_hear_of_one() -> None:
-    def both_fail() -> None:
+def test_ranks_that_both_failed_raise_one_of_the_failures() -> None:
+    def block() -> None:
         tell_all("inside", "")  # a rank that enters later would see the other's failure on entry
-        fail()
+        fail_on(here().rank)
 
-    error = raises_together(both_fail)
+    error = raises_together(block)
     assert len(error.failures) == 1
     assert isinstance(error.__cause__, LookupError)
     assert_group_works()
 
 
 @ranks(2)
-def test_a_failed_operation_inside_is_everybodys() -> None:
+def test_the_error_of_a_call_in_a_block_is_raised_on_all_ranks() -> None:
     """A gather's failure is known to its destination and to the rank that failed."""
     with objcomm.fail_together():
         objcomm.barrier()
-
-    def block() -> None:
-        objcomm.gather(threading.Lock() if here().rank == 1 else 1, dst=1)
-
-    error = raises_together(block)
-    assert "cannot pickle" in str(error)
+    mine = threading.Lock() if here().rank == 1 else 1
+    assert "cannot pickle" in str(raises_together(lambda: objcomm.gather(mine, dst=1)))
     assert_group_works()
 
 
 @ranks(2)
-def test_what_is_caught_inside_is_not_told() -> None:
+def test_an_own_error_that_is_caught_in_a_block_is_not_reported() -> None:
     with objcomm.fail_together():
         with contextlib.suppress(LookupError):
-            fail()
+            fail_on(here().rank)
         assert objcomm.all_gather(here().rank) == [0, 1]
     assert_group_works()
 
 
 @ranks(2)
-def test_an_error_that_is_caught_inside_comes_again_at_the_end() -> None:
-    def block() -> None:
-        if here().rank == 1:
-            fail()
-        with pytest.raises(CollectiveError):
-            objcomm.barrier()
-
-    raises_together(block)
+def test_another_ranks_error_that_is_caught_in_a_block_is_raised_again_at_its_end() -> None:
+    raises_together(failing_on(1, lambda: error_in(CollectiveError, objcomm.barrier)))
     assert_group_works()
 
 
 @ranks(2)
 @pytest.mark.parametrize("failing", ["inner", "outer"])
 def test_blocks_nest(failing: str) -> None:
-    def inner() -> None:
-        if here().rank == 1 and failing == "inner":
-            fail()
-        objcomm.all_gather(1)
-
-    def outer() -> None:
+    def block() -> None:
         with objcomm.fail_together():
-            inner()
-        if here().rank == 1:
-            fail()
+            if failing == "inner":
+                fail_on(1)
+            objcomm.all_gather(1)
+        fail_on(1)
         objcomm.barrier()
 
-    raises_together(outer)
+    raises_together(block)
     assert_group_works()
 
 
@@ -218,9 +204,7 @@ def test_blocks_nest(failing: str) -> None:
 def test_a_block_of_a_subgroup_leaves_the_others_alone() -> None:
     with subgroup(1, 2) as pair:
         if here().rank > 0:
-            raises_together(
-                lambda: fail() if here().rank == 2 else objcomm.barrier(group=pair), pair
-            )
+            raises_together(failing_on(2, lambda: objcomm.barrier(group=pair)), pair)
             assert_group_works(pair)
         assert_group_works()
 
@@ -230,34 +214,18 @@ def test_a_block_of_a_subgroup_leaves_the_others_alone() -> None:
 def test_a_group_that_was_first_used_in_a_failed_block_works_afterwards(failing: int) -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     with subgroup(*range(size)) as group:
-
-        def body() -> None:
-            if rank == failing % size:
-                raise ValueError("before it came to the group")
-            objcomm.barrier(group=group)
-
-        with (
-            patiently(),
-            pytest.raises(CollectiveError, match="before it came"),
-            objcomm.fail_together(),
-        ):
-            body()
+        raises_together(failing_on(failing % size, lambda: objcomm.barrier(group=group)))
         # The others may not have reached the meeting of the group when this rank does.
         assert objcomm.all_gather(rank, group=group) == list(range(size))
 
 
 @ranks(2)
 def test_an_interrupt_is_raised_itself_where_it_happened() -> None:
-    def block() -> None:
-        if here().rank == 0:
-            raise KeyboardInterrupt
-        objcomm.barrier()
-
     if here().rank == 0:
         with patiently(), pytest.raises(KeyboardInterrupt), objcomm.fail_together():
-            block()
+            raise KeyboardInterrupt
     else:
-        assert raises_together(block).failures[0].type_name == "KeyboardInterrupt"
+        assert raises_together(objcomm.barrier).failures[0].type_name == "KeyboardInterrupt"
     assert_group_works()
 
 
@@ -265,18 +233,18 @@ def test_an_interrupt_is_raised_itself_where_it_happened() -> None:
 def test_blocks_leave_no_keys_behind() -> None:
     store = store_of(dist.group.WORLD)
     for _ in range(5):
-        raises_together(lambda: fail() if here().rank == 1 else objcomm.barrier())
+        raises_together(failing_on(1))
         assert_group_works()
     tell_all("no more blocks", "")
     assert_no_verdict_stays(store)
 
 
 @ranks(2, disposable=True)
-def test_who_hears_of_a_failed_block_outside_of_it_leaves_no_keys_behind() -> None:
+def test_a_rank_that_raises_outside_the_failed_block_leaves_no_keys_behind() -> None:
     store = store_of(dist.group.WORLD)
     objcomm.barrier()
     if here().rank == 1:
-        raises_together(fail)
+        raises_together(lambda: fail_on(1))
         say("rank 1 has failed")
     else:
         hear("rank 1 has failed")  # entering a block does not wait for other ranks
@@ -288,7 +256,7 @@ def test_who_hears_of_a_failed_block_outside_of_it_leaves_no_keys_behind() -> No
 
 
 @ranks(2)
-def test_a_block_of_one_rank_is_looked_up_by_no_other() -> None:
+def test_no_other_rank_looks_up_the_verdict_of_a_block_of_one_rank() -> None:
     with subgroup(0) as zero, subgroup(1) as one, subgroup(0, 1) as both:
         store = store_of(dist.group.WORLD)
         if here().rank == 0:
@@ -303,7 +271,7 @@ def test_a_block_of_one_rank_is_looked_up_by_no_other() -> None:
 
 @solo()
 def test_a_world_of_one_raises_in_the_same_form() -> None:
-    error = raises_together(fail)
+    error = raises_together(lambda: fail_on(0))
     assert error.failures[0].type_name == "LookupError"
     assert isinstance(error.__cause__, LookupError)
     with objcomm.fail_together():
