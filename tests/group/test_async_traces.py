@@ -1,9 +1,11 @@
-"""What asynchronous operations leave behind, and where they show up."""
+"""What asynchronous operations leave behind, and where they can be seen."""
 
+import contextlib
 import gc
 import linecache
 import warnings
 import weakref
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -51,11 +53,11 @@ def test_a_work_never_waited_for_is_reported_at_its_line() -> None:
         objcomm.barrier()
         _end_lines()
     # Works dropped by earlier tests may be collected here, but were started in other files.
-    told = [each for each in caught if each.filename == __file__]
-    assert [each.category for each in told] == [RuntimeWarning] * 2
-    assert all("async_op=True" in linecache.getline(__file__, each.lineno) for each in told)
-    assert str(told[0].message) == "all_gather was started here but never waited for"
-    assert "lost" in str(told[1].message) or here().world_size == 1
+    reported = [each for each in caught if each.filename == __file__]
+    assert [each.category for each in reported] == [RuntimeWarning] * 2
+    assert all("async_op=True" in linecache.getline(__file__, each.lineno) for each in reported)
+    assert str(reported[0].message) == "all_gather was started here but never waited for"
+    assert "lost" in str(reported[1].message) or here().world_size == 1
 
 
 def _end_lines() -> None:
@@ -69,32 +71,41 @@ def test_only_asynchronous_calls_get_a_thread_and_it_ends_when_idle() -> None:
     objcomm.all_gather(1)
     with objcomm.lane("quiet"):
         objcomm.all_gather(1)
-    assert lines() == []
+    assert _names_of_lines() == []
 
     with mock.patch.object(line_module, "_LINGER_SECONDS", _SHORT_LINGER_S):
         if here().rank == 1:
             hear("rank 0 has looked")
         works = [objcomm.all_gather(turn, async_op=True) for turn in range(20)]
         if here().rank == 0:  # no operation has finished
-            assert [thread.name for thread in lines()] == ["objcomm-line"]
+            assert _names_of_lines() == ["objcomm-line"]
         with objcomm.lane("loud"):
             works += [objcomm.all_gather(turn, async_op=True) for turn in range(20)]
         if here().rank == 0:
-            assert sorted(thread.name for thread in lines()) == [
-                "objcomm-line",
-                "objcomm-line loud",
-            ]
+            assert _names_of_lines() == ["objcomm-line", "objcomm-line loud"]
             say("rank 0 has looked")
         objcomm.wait_all(works)
         _end_lines()
     assert_group_works()
 
 
+def _names_of_lines() -> list[str]:
+    return sorted(thread.name for thread in lines())
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 @ranks(1, 3)
 @pytest.mark.parametrize("name", OBJECT_OPERATIONS)
 def test_neither_what_was_sent_nor_what_arrived_is_kept(name: str) -> None:
-    gc.disable()
-    try:
+    with _without_garbage_collection():
         mine = Held()
         work: Any = OPERATIONS[name](mine, async_op=True)
         got = work.wait()
@@ -104,17 +115,14 @@ def test_neither_what_was_sent_nor_what_arrived_is_kept(name: str) -> None:
         objcomm.barrier()
         del mine, got, several, work
         assert [ref() for ref in kept] == [None] * len(kept)
-    finally:
-        gc.enable()
 
 
 @ranks(2)
-def test_what_failed_in_flight_keeps_nothing() -> None:
+def test_a_call_that_failed_in_flight_keeps_nothing() -> None:
     def fail(_left: Any, _right: Any) -> Any:
         raise LookupError("by design")
 
-    gc.disable()
-    try:
+    with _without_garbage_collection():
         mine = Held()
         work = objcomm.all_reduce(mine, fail, async_op=True)
         with pytest.raises(CollectiveError):
@@ -124,15 +132,12 @@ def test_what_failed_in_flight_keeps_nothing() -> None:
         objcomm.barrier()
         del mine, work
         assert [ref() for ref in kept] == [None] * 2
-    finally:
-        gc.enable()
 
 
 @ranks(2)
 def test_a_receive_that_failed_in_flight_keeps_nothing() -> None:
     objcomm.barrier()
-    gc.disable()
-    try:
+    with _without_garbage_collection():
         if here().rank == 0:
             objcomm.send(RefusesToArrive(1), 1)
         else:
@@ -143,8 +148,6 @@ def test_a_receive_that_failed_in_flight_keeps_nothing() -> None:
             del work
             wait_until(lambda: kept() is None, "its thread to let go of it, which it does last")
         objcomm.barrier()
-    finally:
-        gc.enable()
 
 
 @ranks(2)
@@ -166,7 +169,7 @@ def test_memory_does_not_grow_with_the_number_of_works() -> None:
     assert min(after - before for before, after in pairwise(counts)) < 15, counts
 
 
-# Where operations show up
+# Where operations can be seen
 
 
 @ranks(2)
@@ -175,25 +178,20 @@ def test_the_recorder_shows_what_is_in_flight() -> None:
     if here().rank == 0:
         work = objcomm.all_gather(1, async_op=True)
         wait_until(is_waiting, "the call to wait for rank 1")
-        entry = _recorded()[-1]
-        assert (entry["operation"], entry["outcome"], entry["ms"]) == (
-            "all_gather",
-            "under way",
-            None,
-        )
-        assert entry["awaits"] == 1
-        assert entry["call_site"] == work.call_site
+        last = _last_recorded()
+        assert (last["operation"], last["outcome"], last["ms"]) == ("all_gather", "under way", None)
+        assert (last["awaits"], last["call_site"]) == (1, work.call_site)
     tell_all("looked", "")
     if here().rank == 1:
         work = objcomm.all_gather(1, async_op=True)
     work.wait()
-    assert _recorded()[-1]["outcome"] == "returned"
+    assert _last_recorded()["outcome"] == "returned"
 
 
-def _recorded() -> list[dict[str, Any]]:
-    (told,) = objcomm.recorder.dump(group=dist.group.WORLD)["groups"]
-    entries: list[dict[str, Any]] = told["entries"]
-    return entries
+def _last_recorded() -> dict[str, Any]:
+    (group,) = objcomm.recorder.dump(group=dist.group.WORLD)["groups"]
+    last: dict[str, Any] = group["entries"][-1]
+    return last
 
 
 @ranks(2)
@@ -206,24 +204,9 @@ def test_works_are_counted_as_calls() -> None:
 
 
 @ranks(2)
-def test_the_profiler_shows_works_where_it_looks_at_all_threads() -> None:
-    with _profile(torch._C._profiler._ExperimentalConfig(profile_all_threads=True)) as profiler:  # noqa: SLF001  # torch has no public name for it
-        objcomm.all_gather(1, async_op=True).wait()
-        objcomm.barrier()
-    names = [event.name for event in profiler.events()]
-    assert "objcomm::barrier" in names
-    assert "objcomm::all_gather" in names
-
-
-def _profile(config: Any = None) -> torch.profiler.profile:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    return torch.profiler.profile(activities=activities, experimental_config=config)
-
-
-@ranks(2)
 def test_works_may_outlive_a_profiler() -> None:
     for _ in range(10):
-        with _profile():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
             works = [objcomm.all_gather(bytes(100_000), async_op=True) for _ in range(3)]
         objcomm.wait_all(works)
     assert_group_works()
