@@ -16,45 +16,60 @@ import torch.distributed as dist
 import objcomm
 from objcomm import CollectiveError, DesyncError, Work
 from objcomm._world import store_of
+from tests.group.control import fail
 from tests.group.helpers import (
     assert_group_works,
     assert_no_verdict_stays,
+    error_in,
     hear,
-    in_thread,
     say,
     subgroup,
     tell_all,
     when_main_thread_waits,
 )
-from tests.group.in_flight import LIMIT_S, soon
+from tests.group.in_flight import meanwhile, soon
 from tests.group.watched import closely, patiently
 from tests.ranks import ranks
 from tests.waits import wait_until
 from tests.workers import here
 
 
-def _begun_apart(group: dist.ProcessGroup | None = None) -> Work[Any]:
+def _start_mismatched(group: dist.ProcessGroup | None = None) -> Work[Any]:
     """Start a work that fails on every rank, because rank 1 starts a different operation."""
     operation: Any = objcomm.all_gather if here().rank == 1 else objcomm.all_reduce
     work: Work[Any] = operation(1, group=group, async_op=True)
     return work
 
 
+def _until_failed(work: Work[Any]) -> Work[Any]:
+    """Wait until this rank has the work's error, without retrieving it."""
+    wait_until(work.done, "the error to be here")
+    return work
+
+
+def _assert_all_raise(*works: Work[Any]) -> None:
+    for work in works:
+        assert isinstance(soon(work), DesyncError)
+
+
 @contextlib.contextmanager
-def _last_to_hear(work: Work[Any], *others: int) -> Iterator[bool]:
+def _rank_0_retrieves_last(work: Work[Any], *others: int) -> Iterator[bool]:
     """Hold rank 0 here until the others have left the block, with their calls started and failed.
 
     By then the work's error has reached rank 0 too, but rank 0 has not retrieved it.
+
+    Yields:
+        Whether this is rank 0.
     """
     with closely(), patiently():
         if here().rank == 0:
             for rank in others:
-                hear(f"heard {rank}")
-            wait_until(work.done, "the error to be here")
+                hear(f"raised {rank}")
+            _until_failed(work)
             yield True
         else:
             yield False
-            say(f"heard {here().rank}")
+            say(f"raised {here().rank}")
 
 
 @ranks(2, 3)
@@ -63,16 +78,14 @@ def test_a_call_behind_an_error_fails_with_it_as_on_the_ranks_that_began_it_befo
     *, is_async: bool
 ) -> None:
     objcomm.barrier()
-    works = [_begun_apart()]
-    with _last_to_hear(works[0], *range(1, here().world_size)) as is_last:
+    works = [_start_mismatched()]
+    with _rank_0_retrieves_last(works[0], *range(1, here().world_size)) as is_last:
         if is_last and not is_async:
-            with pytest.raises(DesyncError):
-                objcomm.all_gather(2)
+            error_in(DesyncError, lambda: objcomm.all_gather(2))
         else:
             works += [objcomm.all_gather(each, async_op=True) for each in (2, 3)]
-        for work in works:
-            assert isinstance(soon(work), DesyncError)
-    tell_all("all have heard", "")
+        _assert_all_raise(*works)
+    tell_all("all have raised", "")
     assert_group_works()
 
 
@@ -81,90 +94,64 @@ def test_a_call_behind_an_error_fails_with_it_in_a_subgroup() -> None:
     with subgroup(0, 1) as group:
         if here().rank < 2:
             objcomm.barrier(group=group)
-            works = [_begun_apart(group)]
-            with _last_to_hear(works[0], 1):
-                works.append(objcomm.all_gather(2, group=group, async_op=True))
-                for work in works:
-                    assert isinstance(soon(work), DesyncError)
+            work = _start_mismatched(group)
+            with _rank_0_retrieves_last(work, 1):
+                _assert_all_raise(work, objcomm.all_gather(2, group=group, async_op=True))
             assert_group_works(group)
     assert_group_works()
 
 
-def _awaited(work: Work[Any]) -> Any:
-    async def program() -> Any:
-        return await work
-
-    return asyncio.run(program())
+async def _answer_of(work: Work[Any]) -> Any:
+    return await work
 
 
-def _first_of(work: Work[Any]) -> Any:
-    (done,) = objcomm.as_completed([work])
-    return done.result()
-
-
-def _all_of(work: Work[Any]) -> Any:
-    return objcomm.wait_all([work])
-
-
-def _result_of(work: Work[Any]) -> Any:
-    wait_until(work.done, "the error to be here")
-    return work.result()
-
-
-def _looked_at(work: Work[Any]) -> Any:
-    wait_until(work.done, "the error to be here")
-    error = work.exception()
-    assert error is not None
-    raise error
+#: The ways to retrieve a work's error; each raises it.
+WAYS: dict[str, Callable[[Work[Any]], object]] = {
+    "wait": Work.wait,
+    "result": lambda work: _until_failed(work).result(),
+    "await": lambda work: asyncio.run(_answer_of(work)),
+    "as_completed": lambda work: [done.result() for done in objcomm.as_completed([work])],
+    "exception": lambda work: fail(_until_failed(work).exception() or AssertionError("no error")),
+    "wait_all": lambda work: objcomm.wait_all([work]),
+}
 
 
 @ranks(2)
-@pytest.mark.parametrize(
-    "way",
-    [Work.wait, _result_of, _awaited, _first_of, _looked_at, _all_of],
-    ids=["wait", "result", "await", "as_completed", "exception", "wait_all"],
-)
-def test_a_rank_that_retrieved_the_error_in_any_way_continues(
-    way: Callable[[Work[Any]], Any],
-) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_retrieved_the_error_in_any_way_continues(way: str) -> None:
     objcomm.barrier()
-    works = [_begun_apart(), objcomm.all_gather(2, async_op=True)]
-    with closely(), patiently(), pytest.raises(DesyncError):
-        way(works[0])
-    tell_all("all have heard", "")
+    works = [_start_mismatched(), objcomm.all_gather(2, async_op=True)]
+    with closely(), patiently():
+        error_in(DesyncError, lambda: WAYS[way](works[0]))
+    tell_all("all have raised", "")
     assert objcomm.all_gather(here().rank, async_op=True).wait() == [0, 1]
-    assert isinstance(soon(works[1]), DesyncError)  # retrieved late, without effect
+    _assert_all_raise(works[1])  # retrieved late, without effect
     assert_group_works()
 
 
 @ranks(2)
-def test_a_wait_that_ends_before_the_work_does_has_taken_nothing() -> None:
+def test_a_wait_that_ends_before_the_work_has_not_retrieved_the_error() -> None:
     objcomm.barrier()
     if here().rank == 1:
         hear("rank 0 has waited in vain")
-    work = _begun_apart()
+    work = _start_mismatched()
     if here().rank == 0:
         with pytest.raises(TimeoutError, match="still running"):
             work.wait(0)
         say("rank 0 has waited in vain")
-    with _last_to_hear(work, 1):
-        behind = objcomm.all_gather(2, async_op=True)
-        assert isinstance(soon(work), DesyncError)
-        assert isinstance(soon(behind), DesyncError)
+    with _rank_0_retrieves_last(work, 1):
+        _assert_all_raise(work, objcomm.all_gather(2, async_op=True))
     assert_group_works()
 
 
 @ranks(2)
-def test_a_work_that_nobody_asks_is_heard_of_in_the_next_call() -> None:
+def test_the_error_of_a_work_that_was_dropped_is_raised_by_the_next_call() -> None:
     objcomm.barrier()
     with warnings.catch_warnings(), closely(), patiently():
         warnings.simplefilter("ignore")  # "never waited for" is expected here
-        work = _begun_apart()
-        wait_until(work.done, "the error to be here")
-        del work
-        with pytest.raises(DesyncError):
-            objcomm.barrier()
-    tell_all("all have heard", "")
+        _until_failed(_start_mismatched())
+        error_in(DesyncError, objcomm.barrier)
+    tell_all("all have raised", "")
     assert_group_works()
 
 
@@ -181,8 +168,7 @@ def test_leaving_a_failed_block_retrieves_all_errors_in_it(
         works: list[Work[Any]] = []
 
         def block() -> None:
-            works.append(_begun_apart(group))
-            wait_until(works[0].done, "the error to be here")
+            works.append(_until_failed(_start_mismatched(group)))
             if here().rank == 1:
                 works[0].wait()
             if raises:
@@ -195,7 +181,7 @@ def test_leaving_a_failed_block_retrieves_all_errors_in_it(
             say(f"left {here().rank}")
         for each in (None, other):
             assert_group_works(each)
-        assert isinstance(soon(works[0]), DesyncError)
+        _assert_all_raise(works[0])
         for each in (None, other):
             assert_group_works(each)
 
@@ -216,15 +202,15 @@ def test_a_block_behind_a_work_that_fails_is_entered_by_every_rank_and_fails() -
         with closely(), patiently():
             if here().rank == 1:
                 hear("rank 0 waits")
-            work = _begun_apart()
+            work = _start_mismatched()
             if here().rank == 1:
-                wait_until(work.done, "the error to be here")
+                _until_failed(work)
             else:
                 when_main_thread_waits(lambda: say("rank 0 waits"))
             with pytest.raises(CollectiveError, match="out of step"):
                 block()
         assert entered == [here().rank]
-        assert isinstance(soon(work), DesyncError)
+        _assert_all_raise(work)
         tell_all("all have left", "")
         for each in (None, other):
             assert_group_works(each)
@@ -250,18 +236,15 @@ def test_a_deadlock_through_the_end_of_a_block_ends_with_it() -> None:
         objcomm.barrier()
         with closely(), patiently():
             if here().rank == 2:
-                with pytest.raises(DesyncError):
-                    objcomm.barrier()
+                error_in(DesyncError, objcomm.barrier)
             else:
                 objcomm.barrier(group=pair)
-                with pytest.raises(DesyncError if here().rank == 0 else CollectiveError):
-                    block()
+                error_in(DesyncError if here().rank == 0 else CollectiveError, block)
         tell_all("all have left", "")
         assert_group_works()
         if here().rank < 2:
             assert_group_works(pair)
-        for work in works:
-            assert isinstance(soon(work), DesyncError)
+        _assert_all_raise(*works)
 
 
 @ranks(2)
@@ -271,63 +254,54 @@ def test_a_cancelled_task_has_not_retrieved_the_error() -> None:
     async def program(work: Work[Any]) -> None:
         task = asyncio.ensure_future(_answer_of(work))
         await asyncio.sleep(0)  # the task now awaits the work
-        wait_until(work.done, "the error to be here")
+        _until_failed(work)
         await asyncio.sleep(0)  # the task is now scheduled to receive the error
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    async def _answer_of(work: Work[Any]) -> Any:
-        return await work
-
     objcomm.barrier()
-    work = _begun_apart()
-    with _last_to_hear(work, 1) as is_last:
+    work = _start_mismatched()
+    with _rank_0_retrieves_last(work, 1) as is_last:
         if is_last:
             asyncio.run(program(work))
-        behind = objcomm.all_gather(2, async_op=True)
-        assert isinstance(soon(behind), DesyncError)
-        assert isinstance(soon(work), DesyncError)
+        _assert_all_raise(objcomm.all_gather(2, async_op=True), work)
     assert_group_works()
 
 
 @ranks(2)
-def test_an_error_of_another_kind_that_is_taken_stands_for_no_end_of_connections() -> None:
+def test_retrieving_an_error_that_ends_no_connections_does_not_count_for_one_that_does() -> None:
     def divide(_left: int, _right: int) -> int:
         raise ZeroDivisionError("by design")
 
     objcomm.barrier()
     failed = objcomm.all_reduce(1, divide, async_op=True)
-    works = [_begun_apart()]
-    with _last_to_hear(works[0], 1):
+    work = _start_mismatched()
+    with _rank_0_retrieves_last(work, 1):
         with pytest.raises(CollectiveError, match="by design"):
             failed.wait()
-        works.append(objcomm.all_gather(2, async_op=True))
-        for work in works:
-            assert isinstance(soon(work), DesyncError)
+        _assert_all_raise(work, objcomm.all_gather(2, async_op=True))
     assert_group_works()
 
 
 @ranks(2)
 def test_retrieving_an_old_error_again_does_not_count_for_a_new_one() -> None:
     objcomm.barrier()
-    old = [_begun_apart(), objcomm.all_gather(2, async_op=True)]
+    old = [_start_mismatched(), objcomm.all_gather(2, async_op=True)]
     with closely(), patiently():
-        assert isinstance(soon(old[0]), DesyncError)
-    tell_all("all have heard", "")
+        _assert_all_raise(old[0])
+    tell_all("all have raised", "")
     objcomm.barrier()
-    works = [_begun_apart()]
-    with _last_to_hear(works[0], 1) as is_last:
+    work = _start_mismatched()
+    with _rank_0_retrieves_last(work, 1) as is_last:
         if is_last:
-            assert isinstance(soon(old[1]), DesyncError)
-        works.append(objcomm.all_gather(3, async_op=True))
-        for work in works:
-            assert isinstance(soon(work), DesyncError)
+            _assert_all_raise(old[1])
+        _assert_all_raise(work, objcomm.all_gather(3, async_op=True))
     assert_group_works()
 
 
 @ranks(2)
-def test_another_thread_that_has_new_connections_leaves_the_others_theirs() -> None:
+def test_a_thread_that_has_new_connections_leaves_the_other_threads_theirs() -> None:
     """One thread raises the error and continues before the main thread retrieves its own."""
 
     def beside() -> None:
@@ -335,25 +309,20 @@ def test_another_thread_that_has_new_connections_leaves_the_others_theirs() -> N
             objcomm.barrier()
             say(f"met {here().rank}")
             hear("ended")
-            with pytest.raises(DesyncError):
-                objcomm.barrier()
+            error_in(DesyncError, objcomm.barrier)
             assert_group_works()
-            say(f"goes on {here().rank}")
+            say(f"continues {here().rank}")
 
     objcomm.barrier()
-    thread = in_thread(beside)
-    for rank in (0, 1):
-        hear(f"met {rank}")
-    works = [_begun_apart()]
-    with closely(), patiently():
-        wait_until(works[0].done, "the error to be here")
-        tell_all("the error is at both", "")
-        say("ended")
+    with meanwhile(beside):
         for rank in (0, 1):
-            hear(f"goes on {rank}")
-        works.append(objcomm.all_gather(2, async_op=True))
-        for work in works:
-            assert isinstance(soon(work), DesyncError)
-    thread.join(LIMIT_S)
-    assert not thread.is_alive()
+            hear(f"met {rank}")
+        work = _start_mismatched()
+        with closely(), patiently():
+            _until_failed(work)
+            tell_all("the error is at both", "")
+            say("ended")
+            for rank in (0, 1):
+                hear(f"continues {rank}")
+            _assert_all_raise(work, objcomm.all_gather(2, async_op=True))
     assert_group_works()
