@@ -1,13 +1,15 @@
 """What a timeout reports: missing ranks, each rank's position, and ranks that do not answer."""
 
+import contextlib
 import multiprocessing
 import os
 import re
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -25,21 +27,16 @@ from objcomm._transport import link
 from objcomm._transport.lane import Lane
 from objcomm._transport.store import loopback_store
 from tests.group.helpers import (
-    AWAIT_RANK_1,
     assert_group_works,
     error_in,
-    groups_that_await_rank_1,
     hear,
-    outcome_of,
     say,
-    stopped,
     subgroup,
     tell_all,
     thread_states,
     when_main_thread_waits,
 )
-from tests.group.operations import OPERATIONS
-from tests.group.watched import after_looks, hastily, patiently
+from tests.group.watched import hastily, patiently
 from tests.ranks import ranks, solo
 from tests.waits import PATIENCE_S, wait_until, within
 from tests.workers import here
@@ -48,35 +45,22 @@ from tests.workers import here
 LIMIT_S = 0.3
 
 
-def timeout_of(call: Any = objcomm.all_gather, limit_s: float = LIMIT_S, **options: Any) -> Any:
+def timeout_of(call: Any = objcomm.all_gather, **options: Any) -> Any:
     """Return the error of a call that times out."""
     began = time.monotonic()
-    with pytest.raises(TransportTimeout) as caught:
-        call("x", timeout=limit_s, **options)
-    assert time.monotonic() - began >= limit_s * 0.99
-    assert caught.value.seconds == limit_s
-    return caught.value
+    error = error_in(TransportTimeout, lambda: call("x", timeout=LIMIT_S, **options))
+    assert time.monotonic() - began >= LIMIT_S * 0.99
+    assert error.seconds == LIMIT_S
+    return error
 
 
-@ranks(2)
-def test_a_timeout_names_who_did_not_arrive() -> None:
-    groups = groups_that_await_rank_1()
-    if here().rank == 0:
-        with patiently():
-            works = [
-                OPERATIONS[name](
-                    1, timeout=LIMIT_S, group=groups[name], async_op=True, **AWAIT_RANK_1[name]
-                )
-                for name in AWAIT_RANK_1
-            ]
-            for work, group in zip(works, groups.values(), strict=True):
-                error = error_in(TransportTimeout, work.wait)
-                assert (error.missing, error.seconds) == ((1,), LIMIT_S)
-                assert "rank 1" in str(error)
-                assert isinstance(error, TimeoutError)
-                with pytest.raises(BrokenGroupError):
-                    objcomm.barrier(group=group)
-    tell_all("the end", "")
+@contextlib.contextmanager
+def met() -> Iterator[dist.ProcessGroup]:
+    """A group of all ranks, which have met in it; none destroys it while another uses it."""
+    with subgroup(*range(here().world_size)) as group:
+        objcomm.barrier(group=group)
+        yield group
+        tell_all("all have left the group", "")
 
 
 @ranks(2)
@@ -92,115 +76,74 @@ def test_a_timeout_is_never_taken_for_a_death() -> None:
                 for turn, group in enumerate(groups)
             ]
             for work in works:
-                with pytest.raises(TransportTimeout) as caught:
-                    work.wait()
-                assert caught.value.missing == (1,)
+                assert error_in(TransportTimeout, work.wait).missing == (1,)
     tell_all("the end", "")
 
 
 @ranks(3)
 def test_a_rank_that_has_sent_and_returned_is_not_named() -> None:
-    with subgroup(0, 1, 2) as group:
-        objcomm.barrier(group=group)
+    with met() as group:
         if here().rank == 1:
-            assert outcome_of(lambda: objcomm.gather(1, group=group)) == "returned"
+            objcomm.gather(1, group=group)
         tell_all("rank 1 has returned", "")
         if here().rank == 0:
             with patiently():
                 assert timeout_of(objcomm.gather, group=group).missing == (2,)
-        tell_all("the end", "")
 
 
 @ranks(3)
-def test_a_timeout_tells_where_each_rank_is() -> None:
-    with subgroup(0, 1, 2) as group:
-        objcomm.barrier("before", group=group)
+def test_a_timeout_reports_where_each_rank_is() -> None:
+    with met() as group:
         objcomm.gather("sent", dst=0, group=group)
+        if here().rank == 1:
+            return
         if here().rank == 2:
             when_main_thread_waits(lambda: say("rank 2 waits"))
-        if here().rank != 1:
-            if here().rank == 0:
-                hear("rank 2 waits")
-            limit_s = LIMIT_S if here().rank == 0 else None
-            with patiently(), pytest.raises(TransportTimeout) as caught:
-                objcomm.all_gather("x", group=group, timeout=limit_s)
-            _check_positions(caught.value)
-            with pytest.raises(BrokenGroupError, match="TransportTimeout"):
-                objcomm.barrier(group=group)
-        tell_all("over", "")
-
-
-def _check_positions(error: TransportTimeout) -> None:
-    assert error.missing == (1,)
-    assert error.silent == ()
-    assert not error.is_store_silent
-    for rank in (0, 2):
-        where = error.positions[rank]
-        assert (where.operation, where.sequence, where.is_over) == ("all_gather", 2, False)
-        assert "test_timeouts.py" in where.call_site
-        assert where.seconds >= LIMIT_S * 0.99
-    missing = error.positions[1]
-    assert (missing.operation, missing.sequence, missing.is_over) == ("gather", 1, True)
-    assert re.search(r"helpers\.py:\d+ in (hear|tell_all)", missing.line)
-    assert f"rank 1 is in no call, now at {missing.line}" in str(error)
-    assert "; its last was gather (call 1)" in str(error)
+        else:
+            hear("rank 2 waits")
+        limit_s = LIMIT_S if here().rank == 0 else None
+        with patiently(), pytest.raises(TransportTimeout) as caught:
+            objcomm.all_gather("x", group=group, timeout=limit_s)
+        error = caught.value
+        assert isinstance(error, TimeoutError)
+        assert (error.missing, error.silent, error.is_store_silent) == ((1,), (), False)
+        for rank in (0, 2):
+            where = error.positions[rank]
+            assert (where.operation, where.sequence, where.is_over) == ("all_gather", 2, False)
+            assert "test_timeouts.py" in where.call_site
+            assert where.seconds >= LIMIT_S * 0.99
+        missing = error.positions[1]
+        assert (missing.operation, missing.sequence, missing.is_over) == ("gather", 1, True)
+        assert re.search(r"helpers\.py:\d+ in (hear|tell_all)", missing.line)
+        assert f"rank 1 is in no call, now at {missing.line}" in str(error)
+        assert "; its last was gather (call 1)" in str(error)
+        with pytest.raises(BrokenGroupError, match="TransportTimeout"):
+            objcomm.barrier(group=group)
 
 
 @pytest.mark.timed
 @ranks(3)
 def test_the_shortest_limit_ends_every_ranks_wait_within_a_second() -> None:
-    limit_s = 1.0
-    with subgroup(0, 1, 2) as group:
-        objcomm.barrier(group=group)
+    limits = {0: 1.0, 1: None}  # the group's own timeout is 30 min
+    with met() as group:
+        if here().rank == 2:
+            return
         if here().rank == 0:
             hear("rank 1 calls")
-            with within(limit_s + 1.0):
-                assert timeout_of(limit_s=limit_s, group=group).missing == (2,)
-        elif here().rank == 1:
+        else:
             say("rank 1 calls")
-            with within(limit_s + 1.0), pytest.raises(TransportTimeout) as caught:
-                objcomm.all_gather("x", group=group)  # the group's own timeout is 30 min
-            assert caught.value.missing == (2,)
-            assert caught.value.seconds == limit_s
-        tell_all("over", "")
+        call = partial(objcomm.all_gather, "x", group=group, timeout=limits[here().rank])
+        with within(2.0):
+            error = error_in(TransportTimeout, call)
+        assert (error.missing, error.seconds) == ((2,), 1.0)
 
 
 @ranks(2)
-def test_a_stopped_rank_gives_no_answer() -> None:
-    with subgroup(0, 1) as group:
-        pids = objcomm.all_gather(os.getpid(), group=group)
-        if here().rank == 0:
-            with stopped(pids[1]), patiently(answers_s=0.1):
-                error = timeout_of(group=group)
-            assert error.silent == error.missing == (1,)
-            assert "rank 1: no answer" in str(error)
-        tell_all("over", "")
-
-
-@ranks(3)
-def test_a_rank_that_is_resumed_in_time_completes() -> None:
-    pids = objcomm.all_gather(os.getpid())
-    mine = bytes([here().rank]) * 20_000_000
-
-    def gather() -> None:
-        gathered = objcomm.all_gather(mine, timeout=PATIENCE_S)
-        assert gathered == [bytes([rank]) * 20_000_000 for rank in range(3)]
-
-    if here().rank == 0:
-        with stopped(pids[1]), after_looks(4, lambda: os.kill(pids[1], signal.SIGCONT)):
-            gather()
-    else:
-        gather()
-    assert_group_works()
-
-
-@ranks(2)
-def test_a_first_use_that_not_all_ranks_make_can_be_made_again() -> None:
+def test_a_first_use_that_timed_out_can_be_repeated() -> None:
     with subgroup(0, 1) as group:
         if here().rank == 0:
             with patiently():
-                error = timeout_of(group=group)
-            assert error.missing == (1,)
+                assert timeout_of(group=group).missing == (1,)
         tell_all("tried", "")
         assert_group_works(group)
 
@@ -231,8 +174,7 @@ def test_a_calls_own_limit_outlasts_the_groups() -> None:
 @ranks(2)
 def test_a_call_that_succeeds_after_its_limit_ends_no_later_one() -> None:
     """Rank 1 arrives after rank 0's timeout, but before anything ends rank 0's call."""
-    with subgroup(0, 1) as group:
-        objcomm.barrier(group=group)
+    with met() as group:
         if here().rank == 0:
             watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # nothing public shows its fallbacks
 
@@ -267,8 +209,7 @@ def test_a_call_that_succeeds_after_its_limit_ends_no_later_one() -> None:
 @ranks(2)
 def test_a_call_that_succeeds_while_others_are_asked_ends_no_later_one() -> None:
     """Rank 1 arrives after it has answered that it is elsewhere."""
-    with subgroup(0, 1) as group:
-        objcomm.barrier(group=group)
+    with met() as group:
         if here().rank == 0:
             has_returned, make = threading.Event(), inquiry.timeout_verdict
 
@@ -288,25 +229,18 @@ def test_a_call_that_succeeds_while_others_are_asked_ends_no_later_one() -> None
         else:
             hear("rank 1 has answered")
             assert objcomm.all_gather(1, group=group) == [0, 1]
-        tell_all("the answer was heard", "")
+        tell_all("the answer has arrived", "")
         assert_group_works(group)
 
 
 @ranks(2)
 def test_the_users_group_survives_a_timeout_of_ours() -> None:
-    with subgroup(0, 1) as group:
-        objcomm.barrier(group=group)
+    with met() as group:
         if here().rank == 0:
             timeout_of(group=group)
-        told = [None, None]
-        dist.all_gather_object(told, here().rank, group=group)
-        assert told == [0, 1]
-
-
-def _host_a_store(pipe: Connection) -> None:
-    store = loopback_store()
-    pipe.send(store.port)
-    pipe.recv()
+        gathered = [None, None]
+        dist.all_gather_object(gathered, here().rank, group=group)
+        assert gathered == [0, 1]
 
 
 @ranks(2, joined=False)
@@ -318,7 +252,9 @@ def test_a_stopped_store_does_not_hold_a_rank(*, is_first_use: bool) -> None:
         ours, theirs = multiprocessing.Pipe()
         pid = os.fork()  # multiprocessing forbids a daemon, such as a worker, to have children
         if pid == 0:
-            _host_a_store(theirs)
+            store = loopback_store()
+            theirs.send(store.port)
+            theirs.recv()
             os._exit(0)
         rendezvous.set("port", f"{ours.recv()} {pid}")
     port, pid = map(int, rendezvous.get("port").decode().split())
