@@ -4,13 +4,10 @@ import atexit
 import contextlib
 import os
 import signal
-import socket
-import stat
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -50,13 +47,20 @@ def end_this_process(how: str) -> None:
     os._exit(0)
 
 
+def end_rank_1(how: str = KILLED) -> None:
+    """End rank 1 as soon as all ranks are here."""
+    tell_all("all are here", "")
+    if here().rank == 1:
+        end_this_process(how)
+
+
 def error_of_a_loss(call: Callable[[], object]) -> Any:
     """The error of a call that lost a rank, with what the store reports, however late."""
     with mock.patch.object(watchdog, "_INTERRUPT_SECONDS", PATIENCE_S):
         return error_in(TransportError, call)
 
 
-def assert_tells_of(rank: int, how: str, call: Callable[[], object]) -> None:
+def assert_names(rank: int, how: str, call: Callable[[], object]) -> None:
     """Check that the call raises and names the rank whose process has ended."""
     error = error_of_a_loss(call)
     assert not isinstance(error, TransportTimeout), error
@@ -69,72 +73,63 @@ def assert_tells_of(rank: int, how: str, call: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("how", [KILLED, ENDED])
 @ranks(3, expect_dead={1})
-def test_the_end_of_a_rank_is_heard_of_after_an_error_that_the_group_outlives(how: str) -> None:
+def test_the_end_of_a_rank_is_noticed_after_an_error_that_the_group_outlives(how: str) -> None:
     objcomm.barrier()
     error_in(DesyncError, objcomm.barrier if here().rank == 1 else lambda: objcomm.all_gather(1))
-    tell_all("all have raised", "")
-    if here().rank == 1:
-        end_this_process(how)
-    assert_tells_of(1, how, objcomm.barrier)
+    end_rank_1(how)
+    assert_names(1, how, objcomm.barrier)
 
 
 @pytest.mark.parametrize("how", [KILLED, ENDED])
 @ranks(3, expect_dead={1})
-def test_the_end_of_a_rank_is_heard_of_in_the_first_use_of_another_group(how: str) -> None:
+def test_the_end_of_a_rank_is_noticed_in_the_first_use_of_another_group(how: str) -> None:
     first, second = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
     if here().rank < 2:
         objcomm.barrier(group=first)
-    tell_all("two have met", "")
-    if here().rank == 1:
-        end_this_process(how)
-    assert_tells_of(1, how, lambda: objcomm.barrier(group=second))
+    end_rank_1(how)
+    assert_names(1, how, lambda: objcomm.barrier(group=second))
 
 
 @ranks(2, expect_dead={1})
-def test_the_end_of_a_rank_that_never_used_objcomm_is_heard_of() -> None:
+def test_the_end_of_a_rank_that_never_used_objcomm_is_noticed() -> None:
     """Only torch's own connection reports it; the process was not known before."""
     if here().rank == 1:
-        hear("rank 0 begins")
+        hear("rank 0 calls")
         end_this_process(ENDED)
-    say("rank 0 begins")
+    say("rank 0 calls")
     error = error_in(TransportError, lambda: objcomm.gather(1))
     assert error.peers == (1,)
     assert error.operation.startswith("gather")
 
 
 @ranks(3, expect_dead={1})
-def test_a_first_use_to_which_a_rank_can_not_come_is_over_for_all_others_alike() -> None:
+def test_a_first_use_that_a_dead_rank_would_have_joined_fails_on_all_others() -> None:
     """One of them learns it from torch's own connection; the other would wait in the next call."""
-    tell_all("all are here", "")
-    if here().rank == 1:
-        end_this_process(KILLED)
+    end_rank_1()
     assert error_in(TransportError, lambda: objcomm.broadcast(None, src=1)).peers == (1,)
     error_in(BrokenGroupError, lambda: objcomm.all_gather(1, timeout=300))
 
 
 @ranks(3, expect_dead={1})
-def test_who_meets_hears_of_the_end_of_each_and_not_only_of_whom_it_awaits() -> None:
+def test_a_rank_that_connects_notices_the_end_of_any_rank_not_only_of_those_it_awaits() -> None:
     """Rank 2 awaits rank 0, which reports nothing about rank 1."""
-    tell_all("all are here", "")
-    if here().rank == 1:
-        end_this_process(KILLED)
+    end_rank_1()
     if here().rank == 0:
-        hear("rank 2 has heard")
+        hear("rank 2 has raised")
     assert error_in(TransportError, objcomm.barrier).peers == (1,)
     if here().rank == 2:
-        say("rank 2 has heard")
+        say("rank 2 has raised")
     survivors: Any = dist.new_group([0, 2], use_local_synchronization=True)
     assert_group_works(survivors)
 
 
 @ranks(3, expect_dead={1})
-def test_who_receives_from_any_rank_hears_of_one_that_never_came() -> None:
-    tell_all("all are here", "")
-    if here().rank == 1:
-        end_this_process(KILLED)
+def test_a_receive_from_any_rank_fails_if_one_ended_before_it_connected() -> None:
+    end_rank_1()
     if here().rank == 0:
         assert error_in(TransportError, objcomm.recv).peers == (1,)
-    tell_all_but(1, "rank 0 has heard")
+        say("rank 0 has raised")
+    hear("rank 0 has raised")
 
 
 def counted(looks: threading.Semaphore) -> Callable[..., Any]:
@@ -151,7 +146,7 @@ def counted(looks: threading.Semaphore) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("how", [KILLED, ENDED])
 @ranks(3, expect_dead={1})
-def test_what_a_rank_has_sent_before_its_end_reaches_who_is_slower_to_connect(how: str) -> None:
+def test_a_rank_that_connects_slowly_gets_what_another_sent_before_its_end(how: str) -> None:
     """All have met, so rank 1 may send and end while the others are about to use their sockets."""
     tell_all("all are here", "")
     if here().rank == 1:
@@ -177,25 +172,9 @@ def test_what_a_rank_has_sent_before_its_end_reaches_who_is_slower_to_connect(ho
 # While ranks are connected
 
 
-class HeldUp:
-    """The poll that a link's event loop sleeps in, with a pause for the main thread after it."""
-
-    def __init__(self, events: Any, wait: Callable[[], object]) -> None:
-        self._events, self._wait = events, wait
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._events, name)
-
-    def poll(self, seconds: float) -> Any:
-        found = self._events.poll(seconds)
-        if found and threading.current_thread() is threading.main_thread():
-            self._wait()
-        return found
-
-
 @pytest.mark.parametrize("how", [KILLED, ENDED])
 @ranks(2, expect_dead={1})
-def test_what_a_rank_has_sent_before_its_end_reaches_who_gets_no_turn_for_long(how: str) -> None:
+def test_a_rank_that_gets_no_turn_for_long_gets_what_another_sent_before_its_end(how: str) -> None:
     """Two calls' messages are in this host's memory, and the watchdog may not move them."""
     objcomm.barrier()
     if here().rank == 1:
@@ -204,18 +183,22 @@ def test_what_a_rank_has_sent_before_its_end_reaches_who_gets_no_turn_for_long(h
         objcomm.broadcast("its last words", src=1)
         end_this_process(how)
     looks = threading.Semaphore(0)
-
-    def wait() -> None:
-        looks.acquire()
-        looks.acquire(timeout=1.0)  # none follows if the first one has ended the call
-
     loop: Any = resolve(None)._whole.mesh.link._loop  # type: ignore[union-attr]  # noqa: SLF001  # nothing public holds up a thread there
+    events = loop.events
+
+    def poll(seconds: float) -> Any:
+        found = events.poll(seconds)
+        if found and threading.current_thread() is threading.main_thread():
+            looks.acquire()
+            looks.acquire(timeout=1.0)  # none follows if the first one has ended the call
+        return found
+
     when_main_thread_waits(lambda: say("rank 0 waits"))
     with (
         mock.patch.object(watchdog, "loss_in", counted(looks)),
         mock.patch.object(losses, "LAST_BYTES_SECONDS", 0.0),
     ):
-        with mock.patch.object(loop, "events", HeldUp(loop.events, wait)):
+        with mock.patch.object(loop, "events", mock.Mock(wraps=events, poll=poll)):
             assert objcomm.broadcast(None, src=1) == "all but"
         assert objcomm.broadcast(None, src=1) == "its last words"
 
@@ -226,8 +209,8 @@ def on_another_host_without_a_store(mesh: Any) -> contextlib.ExitStack:
     blind.enter_context(mock.patch.object(thread, "call", side_effect=StoreSilentError))
     blind.enter_context(mock.patch.object(thread, "submit"))
     knows_nothing: dict[str, Any] = {"killed": {}, "has_died": False, "end_of": ""}
-    for name, told in knows_nothing.items():
-        blind.enter_context(mock.patch.object(thread.processes, name, return_value=told))
+    for name, answer in knows_nothing.items():
+        blind.enter_context(mock.patch.object(thread.processes, name, return_value=answer))
     return blind
 
 
@@ -251,46 +234,6 @@ def test_a_rank_that_closes_its_connections_says_which_rank_has_died() -> None:
     assert_group_works(survivors)
 
 
-@ranks(3, expect_dead={1})
-def test_a_child_that_holds_a_dead_ranks_sockets_deceives_nobody() -> None:
-    objcomm.barrier()
-    if here().rank == 1:
-        child = os.fork()
-        if child == 0:
-            keep_connections_only()
-            signal.pause()
-        say("the child", str(child))
-        os._exit(0)
-    try:
-        assert_tells_of(1, KILLED, lambda: objcomm.all_gather(1))
-    finally:
-        tell_all_but(1, "all have heard")
-        if here().rank == 0:
-            os.kill(int(hear("the child")), signal.SIGKILL)
-
-
-def keep_connections_only() -> None:
-    """Close everything else, because a closed pipe would reveal that this rank has ended."""
-    for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):
-            status = os.fstat(int(entry.name))
-            if not stat.S_ISSOCK(status.st_mode):
-                os.close(int(entry.name))
-                continue
-            with socket.socket(fileno=os.dup(int(entry.name))) as end:
-                is_local = end.family == socket.AF_UNIX
-            if is_local:
-                os.close(int(entry.name))
-
-
-def tell_all_but(rank: int, topic: str) -> None:
-    """Wait until all ranks but one have arrived here."""
-    say(f"{topic}{here().rank}")
-    for other in range(here().world_size):
-        if other != rank:
-            hear(f"{topic}{other}")
-
-
 @pytest.mark.parametrize("nbytes", [4 << 20, 10])
 @ranks(2, expect_dead={1}, environment=OVER_GLOO)
 def test_a_send_that_gloo_forgets_is_given_up_when_its_receiver_has_died(nbytes: int) -> None:
@@ -306,11 +249,11 @@ def test_a_send_that_gloo_forgets_is_given_up_when_its_receiver_has_died(nbytes:
         threading.Event().wait()
 
     with mock.patch.object(transfers.Transfers, "_await_sends", never):
-        assert_tells_of(1, KILLED, lambda: objcomm.gather(bytes(nbytes), dst=1))
+        assert_names(1, KILLED, lambda: objcomm.gather(bytes(nbytes), dst=1))
 
 
 @ranks(3, disposable=True)
-def test_a_group_that_one_rank_has_destroyed_is_told_to_those_who_wait_in_it() -> None:
+def test_ranks_that_wait_in_a_group_raise_when_another_rank_destroys_it() -> None:
     group = dist.new_group([0, 1, 2])
     objcomm.barrier(group=group)
     if here().rank == 1:
@@ -322,7 +265,7 @@ def test_a_group_that_one_rank_has_destroyed_is_told_to_those_who_wait_in_it() -
         error = error_in(TransportError, lambda: objcomm.all_gather("a", group=group))
         assert error.peers == (1,)
         assert "it is alive" in error.reason
-    tell_all("all have heard", "")
+    tell_all("all have raised", "")
     assert_group_works()
 
 
@@ -330,7 +273,7 @@ def test_a_group_that_one_rank_has_destroyed_is_told_to_those_who_wait_in_it() -
 
 
 @ranks(3, expect_dead={1, 2})
-def test_who_raises_because_another_died_is_not_the_one_that_is_named() -> None:
+def test_a_rank_that_raises_because_another_died_is_not_the_one_that_is_named() -> None:
     objcomm.barrier()
     if here().rank == 2:
         hear("rank 1 waits")
@@ -344,7 +287,7 @@ def test_who_raises_because_another_died_is_not_the_one_that_is_named() -> None:
 
 
 @ranks(2, disposable=True)
-def test_a_main_thread_that_has_failed_is_told_though_another_thread_goes_on() -> None:
+def test_a_main_thread_that_has_failed_is_reported_though_another_thread_continues() -> None:
     """Python waits for that thread before it exits, perhaps forever."""
     if here().rank == 0:
         objcomm.barrier()
@@ -362,7 +305,7 @@ def test_a_main_thread_that_has_failed_is_told_though_another_thread_goes_on() -
 
 
 @ranks(3, expect_dead={0}, joined=False)
-def test_who_meets_others_when_the_stores_host_dies_blames_none_of_them() -> None:
+def test_ranks_that_connect_when_the_stores_host_dies_do_not_blame_each_other() -> None:
     join_over_tcp()
     groups = dist.new_group([1, 2]), dist.new_group([1, 2])
     objcomm.barrier()
@@ -375,7 +318,7 @@ def test_who_meets_others_when_the_stores_host_dies_blames_none_of_them() -> Non
     whole = resolve(groups[0])._whole  # noqa: SLF001  # nothing public says that it has the store
     told_when(lambda: whole.mesh is not None and whole.mesh.nonce, "rank 1 waits")
     for group in groups:  # the second has no connection to the store
-        error = error_in(TransportError, lambda: objcomm.all_gather("a", group=group))  # noqa: B023  # called immediately
+        error = error_in(TransportError, partial(objcomm.all_gather, "a", group=group))
         assert error.peers == ()
         assert "the store where ranks meet is gone" in error.reason
         assert "; rank 0 of the world: its process, " in error.reason
@@ -383,20 +326,19 @@ def test_who_meets_others_when_the_stores_host_dies_blames_none_of_them() -> Non
 
 
 @ranks(3, expect_dead={0}, joined=False)
-def test_ranks_in_a_block_hear_of_a_death_though_the_store_died_with_that_rank() -> None:
+def test_ranks_in_a_block_notice_a_death_though_the_store_died_with_that_rank() -> None:
     """They wait for each other, and no rank is left to ask them."""
-    place = here()
+    rank = here().rank
     join_over_tcp()
     objcomm.barrier()
 
     def wait_inside() -> None:
         with objcomm.fail_together():
-            if place.rank == 0:
+            if rank == 0:
                 hear("rank 1 is inside")
                 hear("rank 2 is inside")
                 end_this_process(KILLED)
-            say(f"rank {place.rank} is inside")
-            objcomm.recv(3 - place.rank)
+            say(f"rank {rank} is inside")
+            objcomm.recv(3 - rank)
 
-    error = error_in(CollectiveError, wait_inside)
-    assert "rank 0 ended: " in str(error)
+    assert "rank 0 ended: " in str(error_in(CollectiveError, wait_inside))
