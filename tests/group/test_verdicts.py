@@ -1,4 +1,4 @@
-"""No verdict is false or lost beside other threads, blocks, lanes and slow ranks."""
+"""No verdict is wrong or lost, whatever other threads, blocks, lanes and slow ranks do."""
 
 import ctypes
 import functools
@@ -8,7 +8,6 @@ import subprocess
 import sys
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 import objcomm
@@ -16,6 +15,7 @@ from objcomm import CollectiveError, DesyncError, TransportTimeout
 from objcomm._failures import watchdog
 from tests.group.helpers import (
     assert_group_works,
+    error_in,
     hear,
     in_thread,
     is_waiting,
@@ -31,7 +31,7 @@ from tests.workers import here
 
 
 @ranks(3)
-def test_a_busy_ranks_old_answer_closes_no_circle() -> None:
+def test_an_old_answer_of_a_busy_rank_is_not_taken_for_a_deadlock() -> None:
     """Rank 2 reports that it waits for rank 1, then is too busy to report that it stopped."""
     rank, is_over = here().rank, here().folder / "is_over"
     if rank == 0:
@@ -43,7 +43,7 @@ def test_a_busy_ranks_old_answer_closes_no_circle() -> None:
             if rank in members:
                 objcomm.barrier(group=group)
         if rank == 1:
-            hear("rank 2 waits and has told so")
+            hear("rank 2 has reported that it waits")
             objcomm.barrier(group=cb)
         if rank == 2:
             hear("rank 0 has asked")
@@ -63,7 +63,7 @@ def test_a_busy_ranks_old_answer_closes_no_circle() -> None:
 def fall_silent() -> None:
     """Report nothing more, as if the rank were already busy."""
     watchdog.OVERDUE_SECONDS = math.inf
-    say("rank 2 waits and has told so")
+    say("rank 2 has reported that it waits")
 
 
 def hold_the_interpreter(pipe: int) -> None:
@@ -72,7 +72,7 @@ def hold_the_interpreter(pipe: int) -> None:
 
 
 @ranks(2)
-def test_a_call_inside_of_a_failed_block_never_pairs_with_one_outside() -> None:
+def test_a_call_inside_a_failed_block_never_pairs_with_one_outside() -> None:
     objcomm.barrier()
     mine = here().rank
 
@@ -85,8 +85,8 @@ def test_a_call_inside_of_a_failed_block_never_pairs_with_one_outside() -> None:
                     raise
             objcomm.all_gather("inside")
 
-    with closely(), patiently(), pytest.raises(CollectiveError):
-        block()
+    with closely(), patiently():
+        error_in(CollectiveError, block)
     # Rank 1 was about to connect to rank 0 for its call inside, which must not match this one.
     assert objcomm.all_gather("outside") == ["outside"] * 2
     assert_group_works()
@@ -96,7 +96,7 @@ def test_a_call_inside_of_a_failed_block_never_pairs_with_one_outside() -> None:
 def test_a_failed_block_lets_other_threads_raise_as_well() -> None:
     with subgroup(0, 1) as group:
         objcomm.barrier(group=group)
-        told: list[Any] = []
+        results: list[Any] = []
 
         def gather_in_turn() -> None:
             with objcomm.lane("background"):
@@ -104,15 +104,9 @@ def test_a_failed_block_lets_other_threads_raise_as_well() -> None:
                     if turn == 2 and here().rank == 1:
                         hear("rank 1 has raised")
                     try:
-                        told.append(objcomm.all_gather(turn, group=group))
+                        results.append(objcomm.all_gather(turn, group=group))
                     except CollectiveError:
-                        told.append("failed")
-
-        thread = in_thread(gather_in_turn)
-        wait_until(lambda: len(told) == 2, "two turns")
-        if here().rank == 0:
-            wait_until(lambda: is_waiting(group), "the third turn to wait for rank 1")
-        tell_all("rank 0 waits", "")
+                        results.append("failed")
 
         def block() -> None:
             with objcomm.fail_together():
@@ -120,35 +114,34 @@ def test_a_failed_block_lets_other_threads_raise_as_well() -> None:
                     raise LookupError("no such shard")
                 objcomm.barrier()
 
-        with closely(), patiently(), pytest.raises(CollectiveError):
-            block()
+        thread = in_thread(gather_in_turn)
+        wait_until(lambda: len(results) == 2, "two turns")
+        if here().rank == 0:
+            wait_until(lambda: is_waiting(group), "the third turn to wait for rank 1")
+        tell_all("rank 0 waits", "")
+        with closely(), patiently():
+            error_in(CollectiveError, block)
         say(f"rank {here().rank} has raised")
         thread.join()
-        assert told == [[0, 0], [1, 1], "failed", [3, 3]]
+        assert results == [[0, 0], [1, 1], "failed", [3, 3]]
 
 
 @ranks(2)
 def test_a_desync_is_found_however_many_calls_another_lane_makes() -> None:
     objcomm.barrier()
-    found: list[str] = []
 
     def broadcast_from_the_other() -> None:
         with objcomm.lane("odd"):
-            try:
-                objcomm.broadcast(1, src=1 - here().rank)
-            except DesyncError:
-                found.append("found")
+            error_in(DesyncError, lambda: objcomm.broadcast(1, src=1 - here().rank))
 
-    def gather_for_ever() -> None:
+    def gather_forever() -> None:
         while True:
             objcomm.all_gather(1)
 
     with closely(), patiently():
         thread = in_thread(broadcast_from_the_other)
-        with pytest.raises(DesyncError):
-            gather_for_ever()
+        error_in(DesyncError, gather_forever)
         thread.join()
-    assert found == ["found"]
     assert_group_works()
 
 
@@ -162,9 +155,9 @@ def test_limits_that_pass_together_all_name_the_rank_that_is_missing() -> None:
 
     def wait_in(group: Any) -> None:
         limit_s = 0.6 if here().rank == 0 else PATIENCE_S
-        with objcomm.lane("waits"), pytest.raises(TransportTimeout) as caught:
-            objcomm.all_gather(1, group=group, timeout=limit_s)
-        errors.append(caught.value)
+        with objcomm.lane("waits"):
+            call = functools.partial(objcomm.all_gather, 1, group=group, timeout=limit_s)
+            errors.append(error_in(TransportTimeout, call))
 
     def wait_in_all() -> None:
         threads = [in_thread(functools.partial(wait_in, group)) for group in groups]
