@@ -6,9 +6,9 @@ import gc
 import json
 import os
 import signal
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from objcomm.__main__ import main
 from objcomm._observe.stats import totals
 from objcomm._transport.store import loopback_store
 from tests.group.helpers import hear, over_tcp, say
+from tests.group.in_flight import meanwhile
 from tests.ranks import ranks
 from tests.waits import PATIENCE_S, wait_until
 from tests.workers import here
@@ -39,29 +40,19 @@ def watch(is_seen: Seen) -> Activity:
     raise AssertionError(f"waited in vain for {is_seen.__name__}; the last was {last}")
 
 
-class Watching:
-    """A thread of rank 0 that watches, while its main thread does something else.
+@contextlib.contextmanager
+def watching(is_seen: Seen) -> Iterator[list[Activity]]:
+    """On rank 0, a thread watches during the block; the list then has what it has seen."""
+    seen: list[Activity] = []
 
-    Attributes:
-        seen: what it has seen; available after ``join``.
-    """
-
-    def __init__(self, is_seen: Seen) -> None:
-        self.seen: Activity | None = None
-        self._thread = threading.Thread(target=self._run, args=(is_seen,), daemon=True)
-        self._thread.start()
-
-    def _run(self, is_seen: Seen) -> None:
+    def run() -> None:
         try:
-            self.seen = watch(is_seen)
+            seen.append(watch(is_seen))
         finally:
             say("seen")
 
-    def join(self) -> Activity:
-        """Return what the thread has seen."""
-        self._thread.join()
-        assert self.seen is not None
-        return self.seen
+    with meanwhile(run) if objcomm.rank() == 0 else contextlib.nullcontext():
+        yield seen
 
 
 def states(activity: Activity) -> list[str]:
@@ -69,18 +60,18 @@ def states(activity: Activity) -> list[str]:
     return [row.state for row in activity.ranks]
 
 
+def recv_from_the_last(last: int, **options: Any) -> None:
+    if objcomm.rank() < last:
+        objcomm.recv(last, **options)
+    else:
+        for rank in range(last):
+            objcomm.send("x", rank)
+
+
 CALLS: dict[str, Callable[[int], object]] = {
     "barrier": lambda _: objcomm.barrier(),
-    "recv": lambda last: (
-        objcomm.recv(last)
-        if objcomm.rank() < last
-        else [objcomm.send("x", rank) for rank in range(last)]
-    ),
-    "recv with a limit": lambda last: (
-        objcomm.recv(last, timeout=PATIENCE_S)
-        if objcomm.rank() < last
-        else [objcomm.send("x", rank) for rank in range(last)]
-    ),
+    "recv": recv_from_the_last,
+    "recv with a limit": partial(recv_from_the_last, timeout=PATIENCE_S),
 }
 
 
@@ -89,19 +80,19 @@ CALLS: dict[str, Callable[[int], object]] = {
 def test_the_rank_for_which_the_others_wait_is_seen_with_its_line(call: str) -> None:
     objcomm.barrier()
     last = objcomm.world_size() - 1
-    wanted = ["waiting"] * last + ["computing"]
 
     def is_late(activity: Activity) -> bool:
+        wanted = ["waiting"] * last + ["computing"]
         return states(activity) == wanted and activity.slowest == last
 
     if objcomm.rank() == last:
         hear("seen")
         CALLS[call](last)
         return
-    watching = Watching(is_late) if objcomm.rank() == 0 else None
-    CALLS[call](last)
-    if watching is not None:
-        rows = watching.join().ranks
+    with watching(is_late) as seen:
+        CALLS[call](last)
+    if objcomm.rank() == 0:
+        rows = seen[0].ranks
         assert {row.operation for row in rows[:last]} == {call.partition(" ")[0]}
         assert all(row.awaits >= 0 and "test_monitor.py:" in row.line for row in rows[:last])
         if call != "barrier":
@@ -135,14 +126,12 @@ def test_rates_are_those_of_the_job() -> None:
         sent = activity.ranks[0].sent_nbytes_per_second or 0
         return min(rates) > 10_000 and sent > 10_000
 
-    watching = Watching(is_busy) if objcomm.rank() == 0 else None
-    is_going = True
-    while is_going:
-        is_going = watching is not None and watching.seen is None
-        is_going, _ = objcomm.broadcast((is_going, bytes(20_000)))
-    if watching is not None:
-        for row in watching.join().ranks:
-            assert row.calls_per_second
+    with watching(is_busy) as seen:
+        is_over = False
+        while not is_over:
+            is_over, _ = objcomm.broadcast((bool(seen), bytes(20_000)))
+    if objcomm.rank() == 0:
+        assert all(row.calls_per_second for row in seen[0].ranks)
 
 
 @ranks(3, expect_dead=(1,))
@@ -202,19 +191,18 @@ def test_top_shows_a_job_once_as_json_and_as_text() -> None:
         if objcomm.rank() == last:
             at = ("--once", "--store", f"127.0.0.1:{port}")
             (line,) = top(*at, "--json")
-            told = json.loads(line)
-            assert list(told) == [field.name for field in fields(Activity)]
-            for rank, row in enumerate(told["ranks"]):
+            shown, wanted = json.loads(line), ["waiting"] * last + ["computing"]
+            assert list(shown) == [field.name for field in fields(Activity)]
+            for rank, row in enumerate(shown["ranks"]):
                 assert list(row) == [field.name for field in fields(RankActivity)]
-                assert row["rank"] == rank
-            assert [row["state"] for row in told["ranks"]] == ["waiting"] * last + ["computing"]
-            assert told["slowest"] == last
+                assert (row["rank"], row["state"]) == (rank, wanted[rank])
+            assert len(shown["ranks"]) == last + 1
+            assert shown["slowest"] == last
             head, titles, *rows = top(*at)
             assert f"slowest in the last minute: rank {last}, awaited for " in head
             assert titles.split()[:3] == ["rank", "doing", "for"]
-            assert [row.split()[:2] for row in rows if row] == [
-                [f"{rank}", "computing" if rank == last else "waiting"] for rank in range(last + 1)
-            ]
+            words = [row.split()[:2] for row in rows if row]
+            assert words == [[f"{rank}", state] for rank, state in enumerate(wanted)]
         objcomm.barrier()
 
 
