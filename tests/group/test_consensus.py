@@ -1,6 +1,7 @@
 """agree, any_rank, all_ranks and shared_seed."""
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch
 
 import objcomm
 from objcomm import CollectiveError, UsageError
-from tests.group.helpers import RefusesToPickle, assert_group_works, subgroup
+from tests.cases import case
+from tests.group.helpers import RefusesToPickle, assert_group_works, error_in, subgroup
 from tests.ranks import ranks, solo
 
 VALUES: dict[str, Any] = {
@@ -21,7 +23,7 @@ VALUES: dict[str, Any] = {
 
 
 @ranks(1, 2, 4)
-def test_what_all_ranks_have_comes_back() -> None:
+def test_a_value_that_all_ranks_have_is_returned() -> None:
     for name, value in VALUES.items():
         assert objcomm.agree(value) is value, name
     assert objcomm.stats()["agree"].calls >= len(VALUES)
@@ -48,9 +50,9 @@ def test_large_values_are_sent_only_where_their_bytes_differ() -> None:
 
 
 @ranks(2, 4)
-def test_who_has_something_else_is_named_on_all_ranks() -> None:
+def test_a_rank_that_has_a_different_value_is_named_on_all_ranks() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
-    for name, mine, yours, said in (
+    for name, mine, yours, text in (
         ("number", {"lr": 0.1}, {"lr": 0.2}, "value['lr']: 0.2"),
         ("type", 1, True, "True (bool)"),
         ("tensor", torch.ones(2), torch.zeros(2), "a tensor of torch.float32 (2,)"),
@@ -58,32 +60,30 @@ def test_who_has_something_else_is_named_on_all_ranks() -> None:
         ("array", np.ones(2), np.zeros(2), "array([0., 0.])"),
         ("keys", {"a": 1}, {"b": 1}, "also 'b'"),
     ):
-        with pytest.raises(CollectiveError) as caught:
-            objcomm.agree(yours if rank == 1 else mine)
-        assert list(caught.value.failures) == [1], name
-        failure = caught.value.failures[1]
-        assert said in failure.message
-        assert "on rank 1" in failure.message
-        assert ("rank 0" if size == 2 else "ranks 0, 2-3") in failure.message
-        assert failure.type_name.endswith("UsageError")
-        assert str(caught.value).startswith("agree failed on rank 1: ")
-        assert "Traceback" not in str(caught.value)
-    assert "\n\nCall of rank " in str(caught.value)
+        with case(name):
+            call = partial(objcomm.agree, yours if rank == 1 else mine)
+            error = error_in(CollectiveError, call)
+            assert list(error.failures) == [1]
+            assert text in error.failures[1].message
+            assert "on rank 1" in error.failures[1].message
+            assert ("rank 0" if size == 2 else "ranks 0, 2-3") in error.failures[1].message
+            assert error.failures[1].type_name.endswith("UsageError")
+            assert str(error).startswith("agree failed on rank 1: ")
+            assert "Traceback" not in str(error)
+            assert "\n\nCall of rank " in str(error)
     assert_group_works()
 
 
 @ranks(4)
 def test_the_value_of_most_ranks_is_the_one_that_counts() -> None:
-    with pytest.raises(CollectiveError) as caught:
-        objcomm.agree([1, 2, 2, 3][objcomm.rank()])
-    assert list(caught.value.failures) == [0, 3]
-    assert caught.value.failures[3].message == "value: 3 on rank 3, 2 on ranks 1-2"
+    error = error_in(CollectiveError, lambda: objcomm.agree([1, 2, 2, 3][objcomm.rank()]))
+    assert list(error.failures) == [0, 3]
+    assert error.failures[3].message == "value: 3 on rank 3, 2 on ranks 1-2"
     with subgroup(1, 3) as group:
         if objcomm.rank() in (1, 3):
             assert objcomm.agree("same", group=group) == "same"
-            with pytest.raises(CollectiveError) as caught:
-                objcomm.agree(objcomm.rank(), group=group)
-            assert caught.value.failures[1].message == "value: 3 on rank 1, 1 on rank 0"
+            error = error_in(CollectiveError, lambda: objcomm.agree(objcomm.rank(), group=group))
+            assert error.failures[1].message == "value: 3 on rank 1, 1 on rank 0"
             assert objcomm.any_rank(objcomm.rank() == 3, group=group)
             assert not objcomm.all_ranks(objcomm.rank() == 3, group=group)
             assert_group_works(group)
@@ -93,7 +93,7 @@ def test_the_value_of_most_ranks_is_the_one_that_counts() -> None:
 
 
 @ranks(1, 2)
-def test_what_cannot_be_sent_or_has_no_truth_value_fails_on_all() -> None:
+def test_a_value_that_cannot_be_sent_or_has_no_truth_value_fails_on_all() -> None:
     last = objcomm.world_size() - 1
     is_last = objcomm.rank() == last
     unsound = torch.ones(2)
@@ -104,10 +104,9 @@ def test_what_cannot_be_sent_or_has_no_truth_value_fails_on_all() -> None:
     if last:
         calls.append(lambda: objcomm.agree(RefusesToPickle(LookupError("no")) if is_last else 1))
     for call in calls:
-        with pytest.raises(CollectiveError) as caught:
-            call()
-        assert list(caught.value.failures) == [last]
-        assert (caught.value.__cause__ is not None) == is_last
+        error = error_in(CollectiveError, call)
+        assert list(error.failures) == [last]
+        assert (error.__cause__ is not None) == is_last
     assert_group_works()
 
 
@@ -141,7 +140,7 @@ def test_all_work_without_torch_distributed() -> None:
 
 
 @solo(environment={"WORLD_SIZE": "2"})
-def test_a_job_that_is_not_initialised_is_told_so() -> None:
+def test_a_job_that_has_not_joined_its_group_is_refused() -> None:
     calls: list[Any] = [lambda: objcomm.agree(1), objcomm.shared_seed]
     for call in calls:
         with pytest.raises(UsageError, match="init_process_group"):
