@@ -27,6 +27,10 @@ def table(owner: int) -> dict[str, Any]:
     }
 
 
+def tables(count: int, first: int = 0) -> list[Any]:
+    return [table(first + each) for each in range(count)]
+
+
 def at_root(obj: Any) -> Any:
     return obj if here().rank == 0 else None
 
@@ -34,22 +38,10 @@ def at_root(obj: Any) -> Any:
 CALLS: dict[str, Callable[[int, int], tuple[Any, Any]]] = {
     # The result of a call on this rank, and the expected one.
     "broadcast": lambda _, size: (objcomm.broadcast(table(9), src=size - 1), table(9)),
-    "scatter": lambda rank, size: (
-        objcomm.scatter(at_root([table(each) for each in range(size)])),
-        table(rank),
-    ),
-    "gather": lambda rank, size: (
-        objcomm.gather(table(rank)),
-        at_root([table(each) for each in range(size)]),
-    ),
-    "all_gather": lambda rank, size: (
-        objcomm.all_gather(table(rank)),
-        [table(each) for each in range(size)],
-    ),
-    "all_to_all": lambda rank, size: (
-        objcomm.all_to_all([table(rank + each) for each in range(size)]),
-        [table(rank + each) for each in range(size)],
-    ),
+    "scatter": lambda rank, size: (objcomm.scatter(at_root(tables(size))), table(rank)),
+    "gather": lambda rank, size: (objcomm.gather(table(rank)), at_root(tables(size))),
+    "all_gather": lambda rank, size: (objcomm.all_gather(table(rank)), tables(size)),
+    "all_to_all": lambda rank, size: (objcomm.all_to_all(tables(size, rank)), tables(size, rank)),
     "sendrecv": lambda rank, size: (
         objcomm.sendrecv(table(rank), (rank + 1) % size, (rank - 1) % size),
         table((rank - 1) % size),
@@ -62,9 +54,9 @@ def pss_nbytes() -> int:
 
     Without the pages of files: of torch's it counts more whenever another process ends.
     """
-    told = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
-    found = re.findall(r"^Pss_(?:Anon|Shmem): +(\d+) kB", told, re.MULTILINE)
+    text = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8")
+    found = re.findall(r"^Pss_(?:Anon|Shmem): +(\d+) kB", text, re.MULTILINE)
     if not found:  # an older kernel only reports the sum
-        found = re.findall(r"^Pss: +(\d+) kB", told, re.MULTILINE)
+        found = re.findall(r"^Pss: +(\d+) kB", text, re.MULTILINE)
     assert found
     return sum(map(int, found)) << 10
