@@ -1,8 +1,11 @@
-"""broadcast, gather, all_gather, scatter and barrier: which results arrive on which ranks."""
+"""broadcast, gather, all_gather, scatter, all_to_all and barrier: what arrives on which ranks."""
 
 import datetime
 import itertools
 import os
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,10 +15,10 @@ import pytest
 import torch
 
 import objcomm
-from objcomm import UsageError
+from objcomm import CollectiveError, UsageError
 from tests.cases import case
-from tests.group.helpers import assert_group_works
-from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS, ROOTED
+from tests.group.helpers import assert_group_works, error_in, subgroup
+from tests.group.operations import OPERATIONS, ROOTED
 from tests.ranks import ranks, solo
 from tests.workers import here
 
@@ -28,24 +31,25 @@ def test_broadcast_gives_every_rank_the_sources_object() -> None:
         mine = {**CONFIG, "from": objcomm.rank()}
         assert objcomm.broadcast(mine, src=src) == {**CONFIG, "from": src}
         assert objcomm.broadcast(mine, group_src=src) == {**CONFIG, "from": src}
-
-
-@ranks(1, 2, 3, 4)
-def test_broadcast_defaults_to_the_first_rank() -> None:
     assert objcomm.broadcast(objcomm.rank()) == 0
+    place = here()
+    assert (objcomm.rank(), objcomm.world_size()) == (place.rank, place.world_size)
+    assert (objcomm.is_main(), objcomm.is_initialized()) == (place.rank == 0, True)
 
 
 @ranks(2, 3)
-def test_broadcast_ignores_what_other_ranks_pass() -> None:
+def test_what_other_ranks_pass_than_the_source_is_ignored() -> None:
     mine: Any = CONFIG if objcomm.rank() == 1 else object
     assert objcomm.broadcast(mine, src=1) == CONFIG
     stale = {"lr": 0.5}
     objcomm.broadcast(CONFIG if objcomm.rank() == 1 else stale, src=1)
     assert stale == {"lr": 0.5}
+    chunks = list("abc"[: objcomm.world_size()]) if objcomm.rank() == 1 else ["too", "many"] * 9
+    assert objcomm.scatter(chunks, src=1) == "abc"[objcomm.rank()]
 
 
 @ranks(1, 2, 3, 4)
-def test_a_contribution_comes_back_as_the_identical_object() -> None:
+def test_a_rank_gets_its_own_contribution_as_the_identical_object() -> None:
     size, rank = objcomm.world_size(), objcomm.rank()
     mine = [CONFIG, torch.arange(30_000)]
     for root in range(size):
@@ -66,18 +70,14 @@ def test_gather_lists_by_group_rank_on_the_destination_only() -> None:
         want = [f"from {i}" for i in range(size)] if rank == root else None
         assert objcomm.gather(f"from {rank}", dst=root) == want
         assert objcomm.gather(f"from {rank}", group_dst=root) == want
-    assert (objcomm.gather(rank) is None) == (rank != 0)
+    assert objcomm.gather(rank) == (list(range(size)) if rank == 0 else None)
 
 
 @ranks(1, 2, 3, 4)
-def test_all_gather_lists_by_group_rank_everywhere() -> None:
-    want = [{"rank": i, "é": (i, None)} for i in range(objcomm.world_size())]
-    assert objcomm.all_gather(want[objcomm.rank()]) == want
-
-
-@ranks(1, 2, 3, 4)
-def test_nothing_is_flattened() -> None:
-    size = objcomm.world_size()
+def test_all_gather_lists_by_group_rank_and_flattens_nothing() -> None:
+    size, rank = objcomm.world_size(), objcomm.rank()
+    want = [{"rank": i, "é": (i, None)} for i in range(size)]
+    assert objcomm.all_gather(want[rank]) == want
     objs: list[Any] = [{"a": 1}, [1, 2], (1, 2), "text", b"\0", None, {}, []]
     for obj in objs:
         assert objcomm.all_gather(obj) == [obj] * size
@@ -89,10 +89,6 @@ def test_each_rank_may_send_another_type() -> None:
     objs = [None, {"a": torch.arange(3)}, "é" * 70_000, 2**70]
     for got, want in zip(objcomm.all_gather(objs[objcomm.rank()]), objs, strict=False):
         assert repr(got) == repr(want)
-
-
-def total(parts: list[int]) -> int:
-    return sum(parts)
 
 
 def sized(rank: int, nbytes: int) -> bytes:
@@ -132,7 +128,7 @@ def test_scatter_gives_each_rank_its_element() -> None:
 
 
 @ranks(1, 2, 3)
-def test_scatter_takes_whatever_has_a_length_and_an_index() -> None:
+def test_scatter_takes_anything_that_has_a_length_and_an_index() -> None:
     size, rank = objcomm.world_size(), objcomm.rank()
     kinds: list[Any] = [
         torch.arange(size * 2).view(size, 2),
@@ -145,46 +141,24 @@ def test_scatter_takes_whatever_has_a_length_and_an_index() -> None:
         assert_group_works()
 
 
-@ranks(2, 3)
-def test_scatter_ignores_what_other_ranks_pass() -> None:
-    mine = list("abc"[: objcomm.world_size()]) if objcomm.rank() == 1 else ["too", "many"] * 9
-    assert objcomm.scatter(mine, src=1) == "abc"[objcomm.rank()]
-
-
 @ranks(1, 2, 3, 4)
-def test_barrier_releases_nobody_before_all_have_come(tmp_path: Path) -> None:
+def test_a_barrier_releases_no_rank_before_all_have_come(tmp_path: Path) -> None:
     for turn in range(10):
         (tmp_path / f"{turn} {objcomm.rank()}").touch()
         objcomm.barrier("turn" if turn % 2 else "")
         assert len(list(tmp_path.glob(f"{turn} *"))) == objcomm.world_size()
-
-
-@ranks(1, 2)
-def test_a_barriers_name_is_text() -> None:
     names: list[Any] = [3, None, b"x"]
     for name in names:
-        with pytest.raises(UsageError):
+        with case(name), pytest.raises(UsageError):
             objcomm.barrier(name)
-        assert_group_works()
-
-
-@ranks(1, 3)
-def test_rank_and_size_are_the_groups() -> None:
-    place = here()
-    assert (objcomm.rank(), objcomm.world_size()) == (place.rank, place.world_size)
-    assert objcomm.is_initialized()
-    assert objcomm.is_main() == (place.rank == 0)
+    assert_group_works()
 
 
 @ranks(1, 2)
-def test_a_root_that_cannot_be_is_refused_before_any_traffic() -> None:
+def test_a_root_that_is_not_a_rank_is_refused_before_any_traffic() -> None:
+    size = objcomm.world_size()
     for name, argument in ROOTED.items():
-        wrong: list[dict[str, Any]] = [
-            {argument: objcomm.world_size()},
-            {argument: -1},
-            {argument: 0, f"group_{argument}": 0},
-            {argument: "0"},
-        ]
+        wrong: list[Any] = [{argument: size}, {argument: -1}, {argument: 0, f"group_{argument}": 0}]
         for root in wrong:
             with case(name, root):
                 objcomm.reset_stats()
@@ -195,64 +169,40 @@ def test_a_root_that_cannot_be_is_refused_before_any_traffic() -> None:
 
 
 @ranks(1, 2)
-def test_an_unknown_codec_is_refused_before_any_traffic() -> None:
-    for name in OBJECT_OPERATIONS:
-        with case(name), pytest.raises(UsageError, match="morse"):
-            OPERATIONS[name](1, codec="morse")
-        assert_group_works()
-
-
-@ranks(1, 2)
-def test_every_operation_takes_a_timeout_in_both_spellings() -> None:
+def test_every_operation_takes_a_timeout_in_seconds_or_as_a_timedelta() -> None:
     for name, operation in OPERATIONS.items():
         with case(name):
             for timeout in (60, 0.5 + 60, datetime.timedelta(seconds=60)):
                 operation(1, timeout=timeout)
-            with pytest.raises(UsageError):
-                operation(1, timeout=-1)
-            assert_group_works()
 
 
 @ranks(2)
 def test_operations_work_whatever_torchs_defaults_are() -> None:
+    dtype = torch.get_default_dtype()
     for name, operation in OPERATIONS.items():
         with case(name):
+            want = operation(1)
             for context in (torch.inference_mode(), torch.no_grad(), torch.device("meta")):
                 with context:
-                    want = operation(1)
-                assert operation(1) == want
-            before = torch.get_default_dtype()
+                    assert operation(1) == want
             torch.set_default_dtype(torch.float64)
             try:
                 assert operation(1) == want
             finally:
-                torch.set_default_dtype(before)
-
-
-@ranks(2, 4)
-def test_many_operations_in_a_row_stay_in_step() -> None:
-    size, rank = objcomm.world_size(), objcomm.rank()
-    for turn in range(50):
-        root = turn % size
-        assert objcomm.broadcast((turn, rank), src=root) == (turn, root)
-        assert objcomm.gather(turn, dst=root) == ([turn] * size if rank == root else None)
-        assert objcomm.scatter([turn + i for i in range(size)], src=root) == turn + rank
-        objcomm.barrier()
-        assert objcomm.all_reduce(rank) == sum(range(size))
+                torch.set_default_dtype(dtype)
 
 
 @solo()
-def test_without_torch_distributed_every_operation_is_that_of_one_rank() -> None:
+def test_without_torch_distributed_each_operation_is_that_of_one_rank() -> None:
     mine = [CONFIG]
     assert objcomm.broadcast(mine) is mine
-    gathered = objcomm.gather(mine)
+    gathered: Any = objcomm.gather(mine)
     assert gathered == [mine]
-    assert gathered is not None
-    assert gathered[0] is mine
-    assert objcomm.all_gather(mine)[0] is mine
+    assert gathered[0] is objcomm.all_gather(mine)[0] is mine
     assert objcomm.scatter([mine])[0] is CONFIG
+    assert objcomm.all_to_all([mine])[0] is mine
     assert objcomm.reduce(3) == objcomm.all_reduce(3) == 3
-    assert objcomm.reduce_and_broadcast(lambda: 2, total) == 2
+    assert objcomm.reduce_and_broadcast(lambda: 2, sum) == 2
     assert objcomm.gather_scalar(2.5) == objcomm.metrics.all_gather_scalar(2.5) == [2.5]
     assert objcomm.ddp_broadcast(mine) is mine
     objcomm.barrier("alone")
@@ -261,46 +211,151 @@ def test_without_torch_distributed_every_operation_is_that_of_one_rank() -> None
     assert all(stats.exchanges == 0 for stats in objcomm.stats().values())
 
 
-@solo(environment={"WORLD_SIZE": "2", "RANK": "1"})
-def test_a_launched_but_uninitialized_rank_is_not_quietly_alone() -> None:
-    for name, operation in OPERATIONS.items():
-        assert (objcomm.rank(), objcomm.world_size(), objcomm.is_main()) == (1, 2, False)
-        with case(name), pytest.raises(UsageError, match="init_process_group"):
-            operation(1)
-
-
+#: Variables of launchers of two ranks, and the rank that they name.
 LAUNCHED = {
-    "SLURM": {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"},
-    "Open MPI": {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
-    "PMI": {"PMI_RANK": "0", "PMI_SIZE": "2"},
+    "torchrun": ({"WORLD_SIZE": "2", "RANK": "1"}, 1),
+    "SLURM": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, 0),
+    "Open MPI": ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, 0),
+    "PMI": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, 0),
+}
+
+#: Variables of a world of one.
+LAUNCHED_ALONE = {
+    "torchrun": {"WORLD_SIZE": "1", "RANK": "0"},
+    "a shell of SLURM": {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"},
 }
 
 
 @solo()
-def test_every_launchers_ranks_are_not_quietly_alone() -> None:
-    for launcher, variables in LAUNCHED.items():
-        with case(launcher), mock.patch.dict(os.environ, variables):
-            with pytest.raises(
-                UsageError, match=r"_(NTASKS|SIZE)=2 says that there are other ranks"
-            ):
-                objcomm.all_gather(1)
-            assert (objcomm.rank(), objcomm.world_size(), objcomm.is_main()) == (0, 2, True)
+def test_a_launched_rank_that_has_not_joined_does_not_work_alone() -> None:
+    refusal = r"_(NTASKS|SIZE)=2 says that there are other ranks.*init_process_group"
+    for launcher, (variables, rank) in LAUNCHED.items():
+        with mock.patch.dict(os.environ, variables):
+            for name, operation in OPERATIONS.items():
+                with case(launcher, name), pytest.raises(UsageError, match=refusal):
+                    operation(1)
+            assert (objcomm.rank(), objcomm.world_size()) == (rank, 2)
+            assert objcomm.is_main() == (rank == 0)
         assert objcomm.world_size() == 1
+    with mock.patch.dict(os.environ, {"WORLD_SIZE": "2"}):
+        assert (objcomm.rank(), objcomm.world_size()) == (-1, 2)
+        with pytest.raises(UsageError, match="is_main: WORLD_SIZE=2 says that there are other"):
+            objcomm.is_main()
 
 
-@solo(environment={"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"})
-def test_a_shell_in_an_allocation_is_a_world_of_one() -> None:
-    assert objcomm.all_gather(1) == [1]
-    assert objcomm.is_main()
+@solo()
+def test_a_launched_world_of_one_works_alone() -> None:
+    for launcher, variables in LAUNCHED_ALONE.items():
+        with case(launcher), mock.patch.dict(os.environ, variables):
+            assert objcomm.all_gather("x") == ["x"]
+            assert objcomm.is_main()
 
 
-@solo(environment={"WORLD_SIZE": "2"})
-def test_nobody_is_main_before_a_rank_is_known() -> None:
-    assert (objcomm.rank(), objcomm.world_size()) == (-1, 2)
-    with pytest.raises(UsageError, match="is_main: WORLD_SIZE=2 says that there are other ranks"):
-        objcomm.is_main()
+MIB = 1 << 20
 
 
-@solo(environment={"WORLD_SIZE": "1", "RANK": "0"})
-def test_a_launched_world_of_one_needs_no_initialisation() -> None:
-    assert objcomm.all_gather("x") == ["x"]
+@ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("payload", [None, "x", 3 * MIB], ids=str)
+def test_all_to_all_gives_each_rank_one_object_of_every_rank(payload: Any) -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+
+    def given(source: int, destination: int) -> Any:
+        if not isinstance(payload, int):
+            return (source, destination, payload)
+        return bytes([source, destination]) * (payload // 2)
+
+    mine = [given(rank, peer) for peer in range(size)]
+    got = objcomm.all_to_all(mine)
+    assert got == [given(peer, rank) for peer in range(size)]
+    assert got[rank] is mine[rank]
+    assert objcomm.all_to_all(tuple(mine)) == got
+    assert objcomm.all_to_all([None] * size) == [None] * size
+
+
+@ranks(2, 3, 4)
+def test_sizes_in_all_to_all_may_differ_from_pair_to_pair() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+
+    def numel(source: int, destination: int) -> int:
+        return 300_000 if (source, destination) == (0, size - 1) else source * 5000 + destination
+
+    got = objcomm.all_to_all([torch.full((numel(rank, peer),), rank) for peer in range(size)])
+    for peer, tensor in enumerate(got):
+        assert torch.equal(tensor, torch.full((numel(peer, rank),), peer))
+
+
+@ranks(2)
+def test_all_to_all_sends_each_object_at_its_own_size_and_only_to_its_rank() -> None:
+    rank = objcomm.rank()
+    small, large = b"x", bytes(64 * MIB)
+    before = objcomm.stats().get("all_to_all")
+    got = objcomm.all_to_all([large, large] if rank == 0 else [small, small])
+    after = objcomm.stats()["all_to_all"]
+    assert len(got[0]) == 64 * MIB
+    sent = after.sent_nbytes - (before.sent_nbytes if before else 0)
+    assert 0 < sent - (64 * MIB if rank == 0 else 0) < 10_000
+
+
+@ranks(2, 3, 4)
+def test_all_to_all_gives_objects_that_are_independent_of_the_originals() -> None:
+    shared = torch.ones(50_000)
+    for peer, tensor in enumerate(objcomm.all_to_all([shared] * objcomm.world_size())):
+        assert (tensor is shared) == (peer == objcomm.rank())
+        if tensor is not shared:
+            tensor.zero_()
+    objcomm.barrier()
+    assert shared.sum() == 50_000
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("call", [objcomm.all_to_all, objcomm.reduce_scatter])
+def test_a_wrong_list_on_one_rank_fails_every_rank(call: Callable[[Any], object]) -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    large = torch.ones(50_000)
+    wrong: list[Any] = [[large] * (size - 1), [large] * (size + 1), None, "abcde", 3]
+    for culprit, objs in itertools.product(range(size), wrong):
+        with case(culprit, type(objs)):
+            mine = objs if rank == culprit else [large] * size
+            error = error_in(CollectiveError, partial(call, mine))
+            assert (error.operation, [*error.failures]) == (call.__name__, [culprit])
+            assert "one object for each of" in str(error) or not isinstance(objs, list)
+    assert_group_works()
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("nbytes", [1, 3 * MIB])
+def test_an_object_that_all_to_all_cannot_encode_fails_every_rank(nbytes: int) -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    for culprit, place in itertools.product(range(size), repeat=2):
+        objs: list[Any] = [bytes(nbytes)] * size
+        if rank == culprit:
+            objs[place] = threading.Lock()
+        if place == culprit:  # an object for its own rank is not encoded
+            got = objcomm.all_to_all(objs)
+            assert got.pop(rank) is objs[rank]
+            assert got == [bytes(nbytes)] * (size - 1)
+            continue
+        error = error_in(CollectiveError, partial(objcomm.all_to_all, objs))
+        assert list(error.failures) == [culprit]
+    assert_group_works()
+
+
+@ranks(4)
+def test_all_to_all_on_a_subgroup_without_rank_zero() -> None:
+    with subgroup(1, 3) as group:
+        rank = here().rank
+        if rank in {1, 3}:
+            got = objcomm.all_to_all([(rank, "to 1"), (rank, "to 3")], group=group)
+            assert got == [(1, f"to {rank}"), (3, f"to {rank}")]
+    assert_group_works()
+
+
+@ranks(2, 3, 4)
+def test_several_all_to_alls_may_be_waited_for_in_any_order() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+    objs = [[(turn, rank, peer) for peer in range(size)] for turn in range(6)]
+    works = [objcomm.all_to_all(each, async_op=True) for each in objs]
+    for each in objs:
+        each.clear()  # the objects were encoded at the call
+    for turn in sorted(range(6), key=lambda turn: (turn * (rank + 1)) % 7):
+        assert works[turn].wait() == [(turn, peer, rank) for peer in range(size)]
