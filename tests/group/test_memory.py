@@ -1,7 +1,6 @@
 """What a call costs in bytes, exchanges and memory, and what memory its results share."""
 
 import contextlib
-import functools
 import gc
 import re
 from collections.abc import Callable, Iterator
@@ -13,70 +12,75 @@ import pytest
 import torch
 
 import objcomm
-from tests.cases import case
 from tests.group.helpers import assert_group_works
+from tests.group.operations import OPERATIONS
 from tests.ranks import ranks
 
 MEGABYTE = 1_000_000
 
 
-def cost_of(operation: str, call: Callable[[], object]) -> objcomm.OperationStats:
+def cost_of(operation: str, *given: Any, **options: Any) -> objcomm.OperationStats:
     """This rank's counters of one call."""
     objcomm.barrier()
     objcomm.reset_stats()
-    call()
-    return objcomm.stats()[operation]
+    getattr(objcomm, operation)(*given, **options)
+    (stats,) = objcomm.stats().values()
+    return stats
+
+
+def nbytes_of(cost: objcomm.OperationStats) -> int:
+    return cost.sent_nbytes + cost.received_nbytes
 
 
 @ranks(2, 3)
 def test_a_small_dict_costs_one_exchange() -> None:
     config = {"lr": 1e-3, "layers": [64, 64], "name": "x" * 500}
-    for operation in (objcomm.broadcast, objcomm.gather, objcomm.ddp_broadcast):
-        name = "gather" if operation is objcomm.gather else "broadcast"
-        cost = cost_of(name, functools.partial(operation, config))
+    for operation in ("broadcast", "gather", "ddp_broadcast"):
+        cost = cost_of(operation, config)
         assert (cost.calls, cost.exchanges) == (1, 1)
-        assert cost.sent_nbytes + cost.received_nbytes < 5_000 * objcomm.world_size()
-    scattered = cost_of("scatter", lambda: objcomm.scatter([config] * objcomm.world_size()))
-    assert (scattered.calls, scattered.exchanges) == (1, 1)
+        assert nbytes_of(cost) < 5_000 * objcomm.world_size()
+    cost = cost_of("scatter", [config] * objcomm.world_size())
+    assert (cost.calls, cost.exchanges) == (1, 1)
 
 
 @ranks(2, 3)
 def test_fifty_small_tensors_cost_at_most_two_exchanges() -> None:
     state = {f"layer{i}": torch.full((16, 4), i) for i in range(50)}
-    assert cost_of("broadcast", lambda: objcomm.broadcast(state)).exchanges <= 2
+    assert cost_of("broadcast", state).exchanges <= 2
+
+
+@ranks(1, 2)
+def test_a_scalar_costs_one_exchange() -> None:
+    cost = cost_of("gather_scalar", 0.5)
+    assert (cost.calls, cost.exchanges) == (1, objcomm.world_size() - 1)
+    assert cost.sent_nbytes < 1024
 
 
 @ranks(2)
 def test_a_view_sends_its_elements_and_not_its_storage() -> None:
     huge = torch.empty(250_000_000)  # 1 GB, of which no page is ever touched
-    cost = cost_of("broadcast", lambda: objcomm.broadcast(huge[7:8]))
-    assert cost.sent_nbytes + cost.received_nbytes < 4096
+    assert nbytes_of(cost_of("broadcast", huge[7:8])) < 4096
     rows = torch.empty(1000, 1000)
-    cost = cost_of("broadcast", lambda: objcomm.broadcast([rows[i] for i in (1, 300, 500, 999)]))
-    assert 16_000 < cost.sent_nbytes + cost.received_nbytes < 20_000
-    cost = cost_of("broadcast", lambda: objcomm.broadcast(torch.zeros(()).expand(5000, 5000)))
-    assert cost.sent_nbytes + cost.received_nbytes < 4096
+    cost = cost_of("broadcast", [rows[i] for i in (1, 300, 500, 999)])
+    assert 16_000 < nbytes_of(cost) < 20_000
+    assert nbytes_of(cost_of("broadcast", torch.zeros(()).expand(5000, 5000))) < 4096
 
 
 @ranks(2)
 @pytest.mark.parametrize("codec", ["pickle", "msgpack"])
-def test_shared_memory_is_sent_once(codec: str) -> None:
+def test_memory_that_members_share_is_sent_once(codec: str) -> None:
     x = torch.arange(MEGABYTE, dtype=torch.float32)
     for same in ([x, x], [x, x[:]], {"a": x, "b": [x.view(1000, 1000)]}):
-        cost = cost_of("broadcast", functools.partial(objcomm.broadcast, same, codec=codec))
-        assert 4_000_000 <= cost.sent_nbytes + cost.received_nbytes < 4_100_000
+        assert 4_000_000 <= nbytes_of(cost_of("broadcast", same, codec=codec)) < 4_100_000
 
 
 @ranks(2)
 def test_nothing_is_padded_to_the_largest_rank() -> None:
-    mine = bytes(5 * MEGABYTE if objcomm.rank() == 1 else 10)
-    cost = cost_of("gather", lambda: objcomm.gather(mine))
-    if objcomm.rank() == 1:
-        assert 5 * MEGABYTE <= cost.sent_nbytes < 5.01 * MEGABYTE
-        assert cost.received_nbytes == 0
-    else:
-        assert cost.sent_nbytes == 0
-        assert 5 * MEGABYTE <= cost.received_nbytes < 5.01 * MEGABYTE
+    cost = cost_of("gather", bytes(5 * MEGABYTE if objcomm.rank() == 1 else 10))
+    costs = (cost.sent_nbytes, cost.received_nbytes)
+    large, none = costs if objcomm.rank() == 1 else costs[::-1]
+    assert 5 * MEGABYTE <= large < 5.01 * MEGABYTE
+    assert none == 0
 
 
 @ranks(3)
@@ -95,7 +99,7 @@ def test_what_one_rank_counts_as_sent_the_others_count_as_received() -> None:
 
 
 @ranks(1, 2)
-def test_counters_are_a_frozen_picture_that_can_be_reset() -> None:
+def test_counters_are_a_frozen_snapshot_that_can_be_reset() -> None:
     objcomm.reset_stats()
     assert objcomm.stats() == {}
     objcomm.all_gather(1)
@@ -109,9 +113,11 @@ def test_counters_are_a_frozen_picture_that_can_be_reset() -> None:
     assert objcomm.stats() == {}
 
 
-def contents(numel: int) -> dict[str, Any]:
-    """One of each kind of memory that a receiver may write to."""
-    return {
+@ranks(2)
+@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
+@pytest.mark.parametrize("numel", [1, 100, 10_000, 100_000, 2_000_000])
+def test_what_arrives_is_writable_aligned_and_independent(numel: int, codec: str) -> None:
+    mine: dict[str, Any] = {
         "tensor": torch.arange(numel, dtype=torch.float64),
         "byte tensor": torch.arange(numel).to(torch.uint8),
         "array": np.arange(numel, dtype=np.int32),
@@ -119,20 +125,7 @@ def contents(numel: int) -> dict[str, Any]:
         "bytearray": bytearray(numel),
         "list": [[1]],
     }
-
-
-@ranks(2)
-@pytest.mark.parametrize("codec", ["pickle", "msgpack"])
-def test_what_arrives_is_writable_aligned_and_independent(codec: str) -> None:
-    for numel in (1, 100, 10_000, 100_000, 2_000_000):
-        with case(numel):
-            exchange_and_write(codec, numel)
-
-
-def exchange_and_write(codec: str, numel: int) -> None:
-    mine = contents(numel)
-    copies = objcomm.all_gather(mine, codec=codec)
-    got = copies[1 - objcomm.rank()]
+    got = objcomm.all_gather(mine, codec=codec)[1 - objcomm.rank()]
     for name in ("tensor", "byte tensor"):
         assert got[name].data_ptr() % 64 == 0
         got[name].fill_(1)
@@ -143,10 +136,10 @@ def exchange_and_write(codec: str, numel: int) -> None:
         got[name][...] = 0
     got["bytearray"][:] = b"\1" * numel
     got["list"][0].append(2)
-    assert torch.equal(mine["tensor"], torch.arange(numel, dtype=torch.float64))
     assert got["array"].sum() == got["matrix"].sum() == 0
     assert got["tensor"].sum() == got["byte tensor"].sum(dtype=torch.int64) == numel
     objcomm.barrier()
+    assert torch.equal(mine["tensor"], torch.arange(numel, dtype=torch.float64))
     assert mine["array"].sum() == np.arange(numel).sum()
     assert mine["list"] == [[1]]
     assert mine["bytearray"] == bytearray(numel)
@@ -156,23 +149,17 @@ def exchange_and_write(codec: str, numel: int) -> None:
 @pytest.mark.parametrize("name", ["broadcast", "all_gather", "gather", "scatter"])
 def test_the_sender_may_overwrite_its_object_as_soon_as_the_call_returns(name: str) -> None:
     for turn in range(5):
-        mine = torch.full((300_000,), turn, dtype=torch.int32)
-        small = [turn]
-        payload = (mine, small)
-        if name == "scatter":
-            got: Any = [objcomm.scatter([payload] * objcomm.world_size())]
-        else:
-            result: Any = getattr(objcomm, name)(payload)
-            got = result if isinstance(result, list) else [result] if result else []
+        mine, small = torch.full((300_000,), turn, dtype=torch.int32), [turn]
+        got = OPERATIONS[name]((mine, small))
         mine.fill_(-1)
         small[0] = -1
-        for tensor, numbers in got:
+        for tensor, numbers in filter(None, got if isinstance(got, list) else [got]):
             assert tensor is mine or bool((tensor == turn).all())
             assert numbers is small or numbers == [turn]
 
 
 @ranks(2)
-def test_one_small_member_does_not_hold_on_to_a_large_one() -> None:
+def test_a_small_member_does_not_keep_a_large_one_alive() -> None:
     got = objcomm.broadcast(
         {"huge": torch.zeros(50 * MEGABYTE, dtype=torch.uint8), "tiny": torch.zeros(1)}
     )
@@ -192,54 +179,44 @@ def resident_nbytes(field: str) -> int:
     return int(found[1]) * 1024
 
 
-def peak_of(call: Callable[[], object]) -> tuple[int, object]:
+def peak_of(call: Callable[[Any], Any], mine: object) -> tuple[int, Any]:
     """The rise of memory during the call, and the call's result."""
-    call_before = resident_nbytes("VmRSS")
+    call(bytes(5 * MEGABYTE))  # connections and pools are up
+    before = resident_nbytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    result = call()
-    return resident_nbytes("VmHWM") - call_before, result
+    result = call(mine)
+    return resident_nbytes("VmHWM") - before, result
 
 
 @ranks(2, disposable=True)
 def test_a_large_array_is_not_copied_on_the_sender_and_allocated_once_on_the_receiver() -> None:
-    objcomm.broadcast(bytes(5 * MEGABYTE))  # connections and pools are up
     nbytes = 100 * MEGABYTE
     mine = {"w": np.ones(nbytes, np.uint8)} if objcomm.rank() == 0 else None
-    rise, got = peak_of(lambda: objcomm.broadcast(mine))
-    if objcomm.rank() == 0:
-        assert rise < 0.1 * nbytes
-    else:
-        assert rise < 1.1 * nbytes
-    assert isinstance(got, dict)
+    rise, got = peak_of(objcomm.broadcast, mine)
+    assert rise < (0.1 if objcomm.rank() == 0 else 1.1) * nbytes
     assert got["w"].nbytes == nbytes
 
 
 @ranks(2, disposable=True)
-@pytest.mark.parametrize(("kind", "limit"), [("bytes", 1.1), ("tensor", 1.1), ("bytearray", 1.1)])
-def test_a_gather_costs_the_destination_what_arrives_and_the_others_nothing(
-    kind: str, limit: float
-) -> None:
-    objcomm.gather(bytes(5 * MEGABYTE))
+@pytest.mark.parametrize("kind", ["bytes", "tensor", "bytearray"])
+def test_a_gather_costs_the_destination_what_arrives_and_the_others_nothing(kind: str) -> None:
     nbytes = 64 * MEGABYTE
     make: dict[str, Callable[[], Any]] = {
         "bytes": lambda: b"\1" * nbytes,
         "tensor": lambda: torch.ones(nbytes, dtype=torch.uint8),
         "bytearray": lambda: bytearray(b"\1") * nbytes,
     }
-    mine = make[kind]() if objcomm.rank() == 1 else b"x" * 1024
-    rise, got = peak_of(lambda: objcomm.gather(mine))
-    assert rise < (limit if objcomm.rank() == 0 else 0.1) * nbytes
+    rise, got = peak_of(objcomm.gather, make[kind]() if objcomm.rank() == 1 else b"x" * 1024)
+    assert rise < (1.1 if objcomm.rank() == 0 else 0.1) * nbytes
     assert (got is None) == (objcomm.rank() == 1)
 
 
 @ranks(4, disposable=True)
 def test_an_uneven_all_gather_costs_each_rank_the_sum() -> None:
-    objcomm.all_gather(bytes(5 * MEGABYTE))
     nbytes = 64 * MEGABYTE
     mine = torch.ones(nbytes if objcomm.rank() == 0 else 10, dtype=torch.uint8)
-    rise, got = peak_of(lambda: objcomm.all_gather(mine))
+    rise, got = peak_of(objcomm.all_gather, mine)
     assert rise < (1.3 if objcomm.rank() else 0.3) * nbytes
-    assert isinstance(got, list)
     assert [len(tensor) for tensor in got] == [nbytes, 10, 10, 10]
 
 
