@@ -1,10 +1,11 @@
-"""Main-process regions: calls act locally, for the region's own ranks, threads and tasks only."""
+"""Which rank is main, and regions in which calls act locally."""
 
 import asyncio
 import contextlib
 import contextvars
-import threading
+import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,16 @@ import torch.distributed as dist
 import objcomm
 from objcomm import UsageError
 from objcomm._training import once
-from tests.group.control import SHARES, fail, raised_together
-from tests.group.helpers import assert_group_works
-from tests.ranks import ranks
+from tests.group.control import ORDERED, SHARES, fail, raised_together
+from tests.group.helpers import assert_group_works, in_thread
+from tests.ranks import ranks, solo
 from tests.workers import here
+
+
+def run_in(block: Callable[..., Any], error: BaseException | None = None) -> None:
+    with block():
+        if error is not None:
+            fail(error)
 
 
 def in_region(block: contextlib.AbstractContextManager[object]) -> Iterator[None]:
@@ -26,13 +33,7 @@ def in_region(block: contextlib.AbstractContextManager[object]) -> Iterator[None
 
 @ranks(2)
 @pytest.mark.parametrize(
-    "make",
-    [
-        once.MainProcessContext,
-        objcomm.main_first,
-        once.zero_only,
-        objcomm.fail_together,
-    ],
+    "make", [once.MainProcessContext, objcomm.main_first, once.zero_only, objcomm.fail_together]
 )
 def test_generators_leave_regions_in_any_order_and_context(make: Callable[[], Any]) -> None:
     """Leaving the wrong region would disable barriers forever."""
@@ -72,7 +73,7 @@ def test_regions_belong_to_tasks() -> None:
 
 @ranks(1, 3)
 def test_in_a_main_only_region_calls_act_locally() -> None:
-    world = here().world_size
+    world, after = here().world_size, (here().rank + 1) % here().world_size
     with once.MainProcessContext(), once.MainProcessContext():
         mine = object()
         assert objcomm.broadcast(mine, src=world - 1) is mine
@@ -93,8 +94,7 @@ def test_in_a_main_only_region_calls_act_locally() -> None:
                 lambda: objcomm.gather(1), lambda: objcomm.all_gather(1),
                 lambda: objcomm.scatter([1] * world), lambda: objcomm.all_reduce(1),
                 lambda: objcomm.reduce(1), lambda: objcomm.scan(1),
-                lambda: objcomm.send(1, (here().rank + 1) % world),
-                lambda: objcomm.recv((here().rank + 1) % world), objcomm.node_group,
+                lambda: objcomm.send(1, after), lambda: objcomm.recv(after), objcomm.node_group,
                 lambda: objcomm.gather_scalar(1), lambda: objcomm.all_gather(1, async_op=True),
                 objcomm.fail_together().__enter__,
             ]  # fmt: skip
@@ -110,7 +110,7 @@ def test_in_a_main_only_region_calls_act_locally() -> None:
 
 
 @ranks(4)
-def test_a_region_concerns_its_own_ranks_only() -> None:
+def test_a_region_concerns_only_its_own_ranks() -> None:
     rank = here().rank
     half, part = objcomm.split(rank % 2), objcomm.split(f"pair {rank // 2}")
     with once.MainProcessContext(group=half):
@@ -126,22 +126,17 @@ def test_a_region_concerns_its_own_ranks_only() -> None:
 
 @ranks(2)
 def test_a_region_belongs_to_its_thread() -> None:
-    results: list[Any] = []
-
     def background() -> None:
         with objcomm.lane("of another thread"):
-            results.append(objcomm.all_gather(here().rank))
+            assert objcomm.all_gather(here().rank) == [0, 1]
 
     with once.MainProcessContext():
-        thread = threading.Thread(target=background)
-        thread.start()
-        thread.join()
-    assert results == [[0, 1]]
+        in_thread(background).join()
     assert_group_works()
 
 
 @ranks(1, 2, 4)
-def test_zero_only_runs_its_branch_once_and_shares_how_it_went() -> None:
+def test_zero_only_runs_its_branch_once_and_shares_its_outcome() -> None:
     rank, last = here().rank, here().world_size - 1
     ran = []
     with once.zero_only() as is_zero:
@@ -149,12 +144,71 @@ def test_zero_only_runs_its_branch_once_and_shares_how_it_went() -> None:
             ran.append(objcomm.broadcast("local"))
     assert ran == ["local"] * (rank == 0)
     for failing in {0, last}:
-
-        def block(failing: int = failing) -> None:
-            with once.zero_only():
-                if rank == failing:
-                    fail(OSError("disk full"))
-
-        error = raised_together(block, failing, operation="zero_only")
+        mine = OSError("disk full") if rank == failing else None
+        call = partial(run_in, once.zero_only, mine)
+        error = raised_together(call, failing, operation="zero_only")
         assert error.failures[failing].message == "disk full"
         assert_group_works()
+
+
+@solo()
+def test_a_world_of_one_without_torch_distributed_behaves_like_others() -> None:
+    for name, share in SHARES.items():
+        assert share(lambda: 2.0) == 2.0
+        raised_together(partial(share, partial(fail, ValueError())), 0, operation=name)
+    for name, block in ORDERED.items():
+        raised_together(partial(run_in, block, ValueError()), 0, operation=name)
+    assert objcomm.rank_prefixed_message("text") == "text"
+    assert objcomm.is_main(scope="node")
+    with pytest.raises(UsageError, match="pass scope='node'"):
+        objcomm.is_main("node")  # type: ignore[arg-type]  # tested on purpose
+    with pytest.raises(UsageError, match="neither 'world' nor 'node'"):
+        objcomm.is_main(scope="host")  # type: ignore[arg-type]  # tested on purpose
+
+
+@solo(environment={"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"})
+def test_a_job_that_has_not_begun_is_not_a_world_of_one() -> None:
+    blocks: list[Any] = [objcomm.main_first, objcomm.node_first, once.zero_only]
+    calls: list[Callable[[], object]] = [
+        *(partial(share, lambda: 1) for share in SHARES.values()),
+        *(partial(run_in, block) for block in [*blocks, once.MainProcessContext]),
+        partial(objcomm.metrics.average_metrics, {"x": 1}),
+        partial(objcomm.metrics.gather_from_all_ranks, lambda: 1),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match="says that there are other ranks.*init_process_group"):
+            call()
+    assert not objcomm.is_main(scope="node")
+
+
+@ranks(2, environment={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+def test_variables_that_are_the_same_on_all_ranks_do_not_make_two_of_them_main() -> None:
+    """A launcher started the shell from which the ranks were started by hand."""
+    rank = here().rank
+    ran: list[int] = []
+
+    def runs() -> int:
+        ran.append(rank)
+        return rank
+
+    for share in SHARES.values():
+        assert share(runs) == 0
+    assert ran == [0] * (len(SHARES) if rank == 0 else 0)
+    assert objcomm.is_main() == objcomm.is_main(scope="node") == (rank == 0)
+
+
+@ranks(2, disposable=True)
+def test_the_first_rank_of_a_host_is_known_from_the_launcher_or_from_node_group() -> None:
+    with pytest.raises(UsageError, match="node_group"):
+        objcomm.is_main(scope="node")
+    for variable in ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"):
+        os.environ[variable] = str(here().rank)
+        assert objcomm.is_main(scope="node") == (here().rank == 0)
+        del os.environ[variable]
+    os.environ["LOCAL_RANK"] = "first"
+    with pytest.raises(UsageError, match="LOCAL_RANK='first'"):
+        objcomm.is_main(scope="node")
+    os.environ["LOCAL_RANK"] = ""
+    objcomm.node_group()
+    assert objcomm.is_main(scope="node") == (here().rank == 0)
+    assert objcomm.rank_prefixed_message("text") == f"[rank: {here().rank}] text"
