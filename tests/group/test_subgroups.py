@@ -1,5 +1,8 @@
-"""Groups other than the world: ranks 1 and 3 of four, meshes, and groups that overlap."""
+"""Groups other than the world: some of its ranks, slices of meshes, and groups that overlap."""
 
+import contextlib
+import operator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,127 +18,134 @@ from tests.group.operations import MESSAGES, OPERATIONS, ROOTED
 from tests.ranks import ranks
 from tests.workers import here
 
-MEMBERS = (1, 3)
+MEMBERS = [1, 3]
+PARTS = ["ranks 1 and 3", "dp", "tp"]
+
+
+def two_by_two() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def along(dimension: str) -> list[int]:
+    """The global ranks of this rank's slice."""
+    rank = here().rank
+    return [rank % 2, rank % 2 + 2] if dimension == "dp" else [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+@contextlib.contextmanager
+def part_of_world(name: str) -> Iterator[tuple[Any, list[int]]]:
+    """Ranks 1 and 3, or this rank's slice of a mesh of two by two; with the members' ranks."""
+    if name in {"dp", "tp"}:
+        yield two_by_two()[name], along(name)
+    else:
+        with subgroup(*MEMBERS) as group:
+            yield group, MEMBERS
 
 
 @ranks(4)
-def test_every_operation_works_on_a_group_without_rank_zero() -> None:
-    with subgroup(*MEMBERS) as group:
-        if here().rank not in MEMBERS:
+@pytest.mark.parametrize("name", PARTS)
+def test_every_operation_works_on_a_part_of_the_world(name: str) -> None:
+    with part_of_world(name) as (group, members):
+        rank = here().rank
+        if rank not in members:
             return
-        mine = objcomm.rank(group)
-        assert mine == MEMBERS.index(here().rank)
+        mine = members.index(rank)
+        assert objcomm.rank(group) == mine
         assert objcomm.world_size(group) == 2
         assert objcomm.is_main(group) == (mine == 0)
-        assert objcomm.broadcast(mine, group=group) == 0
-        assert objcomm.gather(mine, group=group) == ([0, 1] if mine == 0 else None)
-        assert objcomm.all_gather(mine, group=group) == [0, 1]
+        text = "".join(map(str, members))
+        assert objcomm.broadcast(rank, group=group) == members[0]
+        assert objcomm.gather(rank, group=group) == (members if mine == 0 else None)
+        assert objcomm.all_gather(rank, group=group) == members
         assert objcomm.scatter(["a", "b"], group=group) == "ab"[mine]
-        assert objcomm.reduce(str(mine), _join, group=group) == ("01" if mine == 0 else None)
-        assert objcomm.all_reduce(str(mine), _join, group=group) == "01"
-        assert objcomm.gather_scalar(mine, group=group) == ([0, 1] if mine == 0 else None)
+        assert objcomm.scatter(["a", "b"], group_src=1, group=group) == "ab"[mine]
+        reduced = objcomm.reduce(str(rank), operator.add, group=group)
+        assert reduced == (text if mine == 0 else None)
+        assert objcomm.all_reduce(str(rank), operator.add, group=group) == text
+        assert objcomm.all_reduce(rank, "max", group=group) == members[1]
+        assert objcomm.gather_scalar(rank, group=group) == (members if mine == 0 else None)
         assert objcomm.metrics.all_gather_scalar(mine + 0.5, group=group) == [0.5, 1.5]
-        assert objcomm.reduce_and_broadcast(lambda: mine, tuple, group=group) == (0, 1)
-        objcomm.barrier("members", group=group)
-
-
-def _join(left: str, right: str) -> str:
-    return left + right
-
-
-@ranks(4)
-def test_roots_are_global_ranks_unless_said_otherwise() -> None:
-    with subgroup(*MEMBERS) as group:
-        if here().rank not in MEMBERS:
-            return
-        mine: Any = objcomm.rank(group)
-        for root, member in enumerate(MEMBERS):
-            sources: list[dict[str, Any]] = [{"src": member}, {"group_src": root}]
-            for src in sources:
-                assert objcomm.broadcast(mine, group=group, **src) == root
-                chunks = [5, 6] if mine == root else None
-                assert objcomm.scatter(chunks, group=group, **src) == 5 + mine
-            destinations: list[dict[str, Any]] = [{"dst": member}, {"group_dst": root}]
-            for dst in destinations:
-                want = [0, 1] if mine == root else None
-                assert objcomm.gather(mine, group=group, **dst) == want
-                assert objcomm.gather_scalar(mine, group=group, **dst) == want
-                reduced = objcomm.reduce(str(mine), _join, group=group, **dst)
-                assert reduced == ("01" if mine == root else None)
+        assert objcomm.reduce_and_broadcast(lambda: rank, tuple, group=group) == tuple(members)
+        objcomm.barrier(name, group=group)
+        with objcomm.fail_together(group=group):
+            assert objcomm.stats(group)["barrier"].calls >= 1
 
 
 @ranks(4)
-def test_a_global_rank_outside_the_group_is_refused_as_root() -> None:
-    with subgroup(*MEMBERS) as group:
-        if here().rank not in MEMBERS:
+@pytest.mark.parametrize("part", PARTS)
+def test_roots_are_global_ranks_or_ranks_of_the_group(part: str) -> None:
+    with part_of_world(part) as (group, members):
+        rank = here().rank
+        if rank not in members:
             return
         for name, argument in ROOTED.items():
-            for wrong in ({argument: 0}, {argument: 2}, {f"group_{argument}": 2}):
+            for root, member in enumerate(members):
+                for spelling in ({argument: member}, {f"group_{argument}": root}):
+                    with case(name, spelling):
+                        got = OPERATIONS[name](rank, group=group, **spelling)
+                        if argument == "src":
+                            assert got == member
+                        elif rank != member:
+                            assert got is None
+                        else:
+                            assert got == (members[0] if name == "reduce" else members)
+            outside = [{argument: each} for each in range(4) if each not in members]
+            for wrong in (*outside, {f"group_{argument}": 2}):
                 with case(name, wrong), pytest.raises(UsageError):
-                    OPERATIONS[name]("x", group=group, **wrong)
-            assert_group_works(group)
+                    OPERATIONS[name](1, group=group, **wrong)
+        objcomm.barrier(group=group)
 
 
 @ranks(4)
-def test_a_rank_outside_the_group_is_told_so() -> None:
-    with subgroup(*MEMBERS) as group:
-        for name, operation in {**OPERATIONS, **MESSAGES}.items():
+@pytest.mark.parametrize("is_mesh", [False, True])
+def test_a_rank_outside_a_group_cannot_call_on_it(*, is_mesh: bool) -> None:
+    rank = here().rank
+    with subgroup(*MEMBERS) as members:
+        group: Any = DeviceMesh("cpu", MEMBERS) if is_mesh else members
+        for name, operation in (OPERATIONS if is_mesh else OPERATIONS | MESSAGES).items():
             with case(name):
-                if here().rank in MEMBERS:
+                if rank in MEMBERS:
                     operation(1, group=group)
                 else:
                     with pytest.raises(NotInGroupError):
                         operation(1, group=group)
-        assert objcomm.is_main(group) == (here().rank == MEMBERS[0])
+        assert rank in MEMBERS or (objcomm.rank(group), objcomm.world_size(group)) == (-1, -1)
+        assert objcomm.is_main(group) == (rank == MEMBERS[0])
         assert_group_works()
 
 
 @ranks(4)
-def test_a_mesh_of_one_dimension_is_a_group() -> None:
-    mesh = init_device_mesh("cpu", (4,))
-    assert objcomm.all_gather(here().rank, group=mesh) == [0, 1, 2, 3]
-    assert objcomm.broadcast(here().rank, src=2, group=mesh) == 2
-    assert (objcomm.rank(mesh), objcomm.world_size(mesh)) == (here().rank, 4)
-
-
-@ranks(4)
-def test_a_slice_of_a_mesh_is_a_group() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    rank = here().rank
-    columns = objcomm.all_gather(rank, group=mesh["outer"])
-    assert columns == [rank % 2, rank % 2 + 2]
-    rows = objcomm.all_gather(rank, group=mesh["inner"])
-    assert rows == [rank // 2 * 2, rank // 2 * 2 + 1]
-    assert objcomm.broadcast(rank, group_src=1, group=mesh["inner"]) == rows[1]
-
-
-@ranks(4)
-def test_a_mesh_of_two_dimensions_is_refused() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    for name, operation in OPERATIONS.items():
-        with case(name), pytest.raises(UsageError):
-            operation(1, group=mesh)
+def test_a_mesh_of_two_dimensions_is_refused_and_one_of_one_dimension_is_not() -> None:
+    rank, mesh = here().rank, two_by_two()
+    flat = mesh._flatten("all")  # noqa: SLF001  # DeviceMesh has no other way
+    for name, call in OPERATIONS.items():
+        for wrong in (mesh, mesh["dp", "tp"]):
+            with case(name), pytest.raises(UsageError, match="slice it"):
+                call(1, group=wrong)
+        call(1, group=flat)
+    line = init_device_mesh("cpu", (4,))
+    assert objcomm.all_gather(rank, group=line) == [0, 1, 2, 3]
+    assert objcomm.broadcast(rank, src=2, group=line) == 2
+    assert (objcomm.rank(line), objcomm.world_size(line)) == (rank, 4)
     assert_group_works()
 
 
 @ranks(4)
-def test_a_rank_outside_a_mesh_is_told_so() -> None:
-    mesh = DeviceMesh("cpu", [1, 3])
-    if here().rank in MEMBERS:
-        assert objcomm.all_gather(here().rank, group=mesh) == [1, 3]
-    else:
-        with pytest.raises(NotInGroupError):
-            objcomm.all_gather(here().rank, group=mesh)
-    assert_group_works()
-
-
-@ranks(1, 2)
-def test_something_that_is_no_group_is_refused() -> None:
-    groups: list[Any] = ["world", 0, [0, 1]]
-    for wrong in groups:
-        with case(wrong), pytest.raises(UsageError):
-            objcomm.all_gather(1, group=wrong)
-    assert_group_works()
+def test_a_dimension_of_a_mesh_can_be_divided_and_copied() -> None:
+    rank, mesh = here().rank, two_by_two()
+    part = mesh["dp"]
+    turned = objcomm.split(0, key=-rank, group=part)
+    assert objcomm.all_gather(rank, group=turned) == along("dp")[::-1]
+    assert objcomm.split(0, key=-rank, group=mesh["dp"]) is turned
+    assert objcomm.split(0, key=-rank, group=part.get_group()) is turned
+    copy = objcomm.dup(group=part)
+    assert objcomm.all_gather(rank, group=copy) == along("dp")
+    dist.destroy_process_group(copy)
+    hosts = objcomm.leaders(group=part)
+    assert (objcomm.rank(hosts) == 0) == (rank == along("dp")[0])
+    tensor = torch.tensor([rank])
+    dist.all_reduce(tensor, group=turned)
+    assert tensor.item() == sum(along("dp"))
 
 
 @ranks(4)
@@ -177,23 +187,20 @@ def test_a_group_of_one_member_is_a_world_of_one() -> None:
 
 
 @ranks(3)
-def test_the_users_group_stays_free_for_the_users_own_traffic() -> None:
+def test_a_users_group_stays_free_for_the_users_own_traffic() -> None:
     rank = here().rank
     tensor = torch.tensor([rank])
     work = dist.all_reduce(tensor, async_op=True)
     assert objcomm.all_gather(rank) == [0, 1, 2]
     work.wait()
     assert tensor.item() == 3
-    if rank == 0:
-        request = dist.irecv(tensor, src=1)
-        assert objcomm.all_gather(rank) == [0, 1, 2]
-        assert request is not None
+    request: Any = dist.irecv(tensor, src=1) if rank == 0 else None
+    assert objcomm.all_gather(rank) == [0, 1, 2]
+    if rank == 1:
+        dist.send(torch.tensor([7]), dst=0)
+    elif rank == 0:
         request.wait()
         assert tensor.item() == 7
-    else:
-        assert objcomm.all_gather(rank) == [0, 1, 2]
-        if rank == 1:
-            dist.send(torch.tensor([7]), dst=0)
 
 
 @ranks(3)
