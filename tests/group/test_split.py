@@ -1,8 +1,13 @@
-"""split, dup, node_group and leaders: the members of each group, and what ranks agree on."""
+"""split, dup, node_group and leaders: the members of each group, and what all ranks agree on."""
 
+import gc
+import weakref
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,14 +18,13 @@ from objcomm._collectives.split import _by_color, _Contribution, _leaders
 from objcomm._world import store_of
 from tests.group.helpers import assert_group_works, keys_in, subgroup
 from tests.group.membership import NOBODY, members
-from tests.group.operations import OPERATIONS
 from tests.ranks import ranks, solo
 from tests.waits import wait_until
 from tests.workers import here
 
 
 @ranks(1, 2, 3, 4)
-def test_ranks_of_one_colour_form_a_group_that_works() -> None:
+def test_ranks_of_one_color_form_a_group_that_works() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     half = objcomm.split(rank % 2)
     assert isinstance(half, dist.ProcessGroup)
@@ -56,7 +60,7 @@ def test_ranks_are_ordered_by_key_and_then_by_rank() -> None:
 
 @ranks(4)
 @pytest.mark.parametrize("none", [None, -1, -5])
-def test_a_rank_without_a_colour_is_in_no_group(none: Any) -> None:
+def test_a_rank_without_a_color_is_in_no_group(none: Any) -> None:
     rank = here().rank
     group = objcomm.split(none if rank == 2 else 0)
     if rank != 2:
@@ -64,24 +68,14 @@ def test_a_rank_without_a_colour_is_in_no_group(none: Any) -> None:
         assert_group_works(group)
         return
     assert group is NOBODY
-    assert (objcomm.rank(group), objcomm.world_size(group)) == (-1, -1)
-    assert not objcomm.is_main(group)
-    for operation in OPERATIONS.values():
+    calls: list[Any] = [partial(objcomm.split, 0), objcomm.dup, objcomm.node_group, objcomm.leaders]
+    for again in calls:
         with pytest.raises(NotInGroupError):
-            operation(1, group=group)
-    for again in (objcomm.split, objcomm.dup, objcomm.node_group, objcomm.leaders):
-        with pytest.raises(NotInGroupError):
-            again(*([0] if again is objcomm.split else []), group=group)
-
-
-@ranks(2)
-def test_no_rank_has_a_colour() -> None:
-    assert objcomm.split(None) is NOBODY
-    assert_group_works()
+            again(group=group)
 
 
 @ranks(4)
-def test_disjoint_groups_divide_at_the_same_time_with_different_pasts() -> None:
+def test_disjoint_groups_with_different_pasts_are_divided_at_the_same_time() -> None:
     rank = here().rank
     # torch names groups by a process's number of groups, which differs between these ranks.
     alone = objcomm.split(rank)
@@ -92,8 +86,7 @@ def test_disjoint_groups_divide_at_the_same_time_with_different_pasts() -> None:
         assert members(one) == sorted(members(pair), reverse=True)
         assert_group_works(one)
         dist.destroy_process_group(one)
-    single = objcomm.split(rank % 2, group=pair)
-    assert members(single) == [rank]
+    assert members(objcomm.split(rank % 2, group=pair)) == [rank]
     for group in spare:
         dist.destroy_process_group(group)
     with subgroup(0, 3) as group:  # torch's own names still agree
@@ -162,7 +155,7 @@ def test_a_destroyed_group_is_created_again(destroyer: int | None) -> None:
 
 
 @ranks(3)
-def test_a_group_that_some_ranks_have_and_others_have_not_is_made_anew() -> None:
+def test_a_group_that_only_some_ranks_still_have_is_created_again() -> None:
     rank = here().rank
     lower = objcomm.split("lower" if rank < 2 else "upper")
     if rank == 1:
@@ -179,122 +172,102 @@ def test_a_copy_is_new_each_time_and_has_its_own_connections() -> None:
     assert members(first) == members(second) == [0, 1]
     assert objcomm.split(0) not in {first, second}
     if here().rank == 0:
-        got = [objcomm.broadcast("", src=1, group=group) for group in (first, second)]
-    else:  # in the other order: messages of one group do not reach the other
-        sent = dist.isend(torch.tensor([1]), dst=0, group=second)
-        got = [objcomm.broadcast("first", src=1, group=first)]
-        got += [objcomm.broadcast("second", src=1, group=second)]
-    assert got == ["first", "second"]
-    if here().rank == 0:
+        for text, group in (("first", first), ("second", second)):
+            assert objcomm.broadcast("", src=1, group=group) == text
         tensor = torch.zeros(1, dtype=torch.int64)
         dist.recv(tensor, src=1, group=second)
         assert tensor.item() == 1
-    elif sent is not None:
+    else:  # in the other order: messages of one group do not reach the other
+        sent: Any = dist.isend(torch.tensor([1]), dst=0, group=second)
+        assert objcomm.broadcast("first", src=1, group=first) == "first"
+        assert objcomm.broadcast("second", src=1, group=second) == "second"
         sent.wait()
-    reversed_world = objcomm.split(0, key=-here().rank)
-    assert members(objcomm.dup(group=reversed_world)) == [1, 0]
-    for group in (first, second):
+    assert members(objcomm.dup(group=objcomm.split(0, key=-here().rank))) == [1, 0]
+    with objcomm.check():
+        third = objcomm.dup()
+    for group in (first, second, third):
         dist.destroy_process_group(group)
 
 
 @ranks(2)
 @pytest.mark.parametrize("make", [objcomm.node_group, objcomm.dup])
-def test_a_destroyed_group_is_held_by_nobody(make: Callable[[], dist.ProcessGroup]) -> None:
-    import gc  # noqa: PLC0415
-    import weakref  # noqa: PLC0415
-
+def test_nothing_refers_to_a_destroyed_group(make: Callable[[], dist.ProcessGroup]) -> None:
     group = make()
     assert_group_works(group)
     reference = weakref.ref(group)
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    wait_until(lambda: reference() is None, "those who looked at the group")
+    wait_until(lambda: reference() is None, "threads that used the group to let go of it")
+
+
+BOTH = "cpu:gloo,cuda:gloo"
 
 
 @ranks(2, joined=False)
-@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo", "cpu:gloo,cuda:gloo"])
-def test_a_new_group_has_its_parents_backend_and_limit(backend: str | None) -> None:
-    from datetime import timedelta  # noqa: PLC0415
-
-    place = here()
-    limit = timedelta(seconds=77)
+@pytest.mark.parametrize(
+    ("backend", "is_bound"),
+    [(None, False), ("gloo", False), ("cpu:gloo", False), (BOTH, False), (BOTH, True)],
+)
+def test_a_new_group_has_its_parents_backend_timeout_and_device(
+    backend: str | None, *, is_bound: bool
+) -> None:
+    place, limit = here(), timedelta(seconds=77)
     dist.init_process_group(
         backend, store=place.store("s"), rank=place.rank, world_size=2, timeout=limit
     )
-    for group in (objcomm.split(0, timeout=60), objcomm.dup(timeout=60), objcomm.node_group()):
+    world: Any = dist.GroupMember.WORLD
+    if is_bound:  # Gloo, used here in place of NCCL, must not be asked for this device
+        world.bound_device_id = torch.device("cuda", 0)
+    groups: list[Any] = [objcomm.split(0, timeout=60), objcomm.dup(timeout=60)]
+    for group in (*groups, objcomm.node_group()):
         assert dist.get_backend(group) == dist.get_backend()
         assert dist.get_backend_config(group) == dist.get_backend_config()
         assert group._get_backend(torch.device("cpu")).options._timeout == limit  # noqa: SLF001
+        assert group.bound_device_id == world.bound_device_id
         assert_group_works(group)
     dist.destroy_process_group()
 
 
 @ranks(2, environment={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
-def test_groups_are_made_under_torchs_own_checks() -> None:
+def test_groups_are_created_under_torchs_own_checks() -> None:
     for group in (objcomm.split(0), objcomm.dup()):
         assert_group_works(group)
         dist.barrier(group)
         dist.destroy_process_group(group)
 
 
-@ranks(2, joined=False)
-def test_a_world_that_is_bound_to_a_device_stays_so() -> None:
-    place = here()
-    dist.init_process_group(
-        "cpu:gloo,cuda:gloo", store=place.store("s"), rank=place.rank, world_size=2
-    )
-    world: Any = dist.GroupMember.WORLD
-    world.bound_device_id = device = torch.device("cuda", 0)
-    group = objcomm.dup()
-    assert group.bound_device_id == world.bound_device_id == device
-    # Gloo, used here in place of NCCL, would be asked for a device that does not exist.
-    assert_group_works(group)
-    dist.destroy_process_group()
-
-
 @ranks(2)
-def test_a_group_can_be_created_while_calls_are_checked() -> None:
-    with objcomm.check():
-        dist.destroy_process_group(objcomm.dup())
-
-
-@ranks(2)
-def test_calls_in_flight_and_divisions_go_together() -> None:
+def test_groups_can_be_divided_while_calls_are_in_flight() -> None:
     work = objcomm.all_gather(here().rank, async_op=True)
     group = objcomm.dup()
     inner = objcomm.all_gather(here().rank, group=group, async_op=True)
-    again = objcomm.split(here().rank)
-    assert members(again) == [here().rank]
+    assert members(objcomm.split(here().rank)) == [here().rank]
     assert inner.wait() == work.wait() == [0, 1]
     dist.destroy_process_group(group)
 
 
 @ranks(2)
-def test_numbers_of_numpy_and_large_ones_are_colours() -> None:
-    import numpy as np  # noqa: PLC0415
-
+def test_large_numbers_and_those_of_numpy_are_colors_and_all_ranks_may_lack_one() -> None:
     assert members(objcomm.split(np.int64(3) if here().rank else 3)) == [0, 1]
     assert members(objcomm.split(2**70, key=np.int32(-here().rank))) == [1, 0]
+    assert objcomm.split(None) is NOBODY
+    assert_group_works()
 
 
 @ranks(4)
 def test_ranks_of_one_host_and_one_rank_per_host() -> None:
-    rank = here().rank
-    host = objcomm.node_group()
-    assert members(host) == [0, 1, 2, 3]
+    assert members(objcomm.node_group()) == [0, 1, 2, 3]
     first = objcomm.leaders()
-    assert (members(first) == [0]) if rank == 0 else (first == NOBODY)
-    if rank == 0:
+    if here().rank == 0:
+        assert members(first) == [0]
         assert objcomm.all_gather("alone", group=first) == ["alone"]
+    else:
+        assert first == NOBODY
 
 
-def contributions(*hosts: str) -> list[_Contribution]:
-    return [_Contribution(host, 0, "", []) for host in hosts]
-
-
-def test_hosts_are_grouped_by_name_wherever_their_ranks_stand() -> None:
-    sent = contributions("b", "a", "b", "c", "a")
+def test_hosts_are_grouped_by_name_whichever_ranks_they_have() -> None:
+    sent = [_Contribution(host, 0, "", []) for host in "babca"]
     assert _by_color(sent) == [(0, 2), (1, 4), (3,)]
     assert _leaders(sent) == [(0, 1, 3)]
 
@@ -302,12 +275,15 @@ def test_hosts_are_grouped_by_name_wherever_their_ranks_stand() -> None:
 @solo()
 def test_without_torch_distributed_there_is_a_world_of_one() -> None:
     assert objcomm.split(3) is objcomm.dup() is objcomm.node_group() is objcomm.leaders() is None
+    assert objcomm.new_group([0]) is objcomm.survivors() is None
     outside = objcomm.split(None)
     assert (objcomm.rank(outside), objcomm.world_size(outside)) == (-1, -1)
     with pytest.raises(NotInGroupError):
         objcomm.all_gather(1, group=outside)
     with pytest.raises(UsageError):
         objcomm.split(1.5)  # type: ignore[arg-type]  # wrong on purpose
+    with pytest.raises(UsageError, match="not in this group"):
+        objcomm.new_group([0, 1])
 
 
 @ranks(3)
@@ -315,11 +291,8 @@ def test_no_address_of_a_new_group_stays_in_the_store() -> None:
     store: Any = store_of(dist.group.WORLD)
     group: Any = objcomm.split(0 if here().rank else None)
     if here().rank:
-        wait_until(lambda: not _addresses(store, group.group_name), "the addresses to go")
+        address = f"{group.group_name}//cpu"
+        wait_until(lambda: not any(address in key for key in keys_in(store)), "addresses to go")
         assert_group_works(group)
         dist.destroy_process_group(group)
     assert_group_works()
-
-
-def _addresses(store: dist.Store, name: str) -> list[str]:
-    return [key for key in keys_in(store) if f"{name}//cpu" in key]
