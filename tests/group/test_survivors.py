@@ -1,4 +1,4 @@
-"""survivors: a group of the ranks that are alive, the same list on all of them."""
+"""survivors: a group of the ranks that are alive, which agree on its list."""
 
 import contextlib
 import itertools
@@ -7,7 +7,7 @@ import signal
 import threading
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
@@ -15,14 +15,7 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm import (
-    CollectiveError,
-    NotInGroupError,
-    TransportError,
-    TransportTimeout,
-    UsageError,
-    _world,
-)
+from objcomm import CollectiveError, NotInGroupError, TransportError, TransportTimeout, _world
 from objcomm._calls.group import resolve
 from objcomm._collectives import split
 from objcomm._collectives import survivors as module
@@ -39,16 +32,12 @@ from tests.group.helpers import (
     join_over_tcp,
     keys_in,
     say,
-    subgroup,
 )
 from tests.group.membership import members
 from tests.open_files import open_files
-from tests.ranks import ranks, solo
+from tests.ranks import ranks
 from tests.waits import PATIENCE_S, wait_until
 from tests.workers import here
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def die(*_: object, **__: object) -> NoReturn:
@@ -56,11 +45,15 @@ def die(*_: object, **__: object) -> NoReturn:
     raise AssertionError
 
 
-def die_if_among(dead: tuple[int, ...]) -> None:
-    """Kill these ranks once all have met, and make the others see it in no particular order."""
+def meet_and_lose(*dead: int) -> None:
+    """Let these ranks die once all have met; the others notice it in no particular order."""
     objcomm.barrier()
     if here().rank in dead:
         die()
+
+
+def wait_until_the_list_is_removed(store: dist.Store) -> None:
+    wait_until(lambda: not any("survivors" in key for key in keys_in(store)), "its removal")
 
 
 def assert_all_works(group: Any, listed: list[int]) -> None:
@@ -72,9 +65,9 @@ def assert_all_works(group: Any, listed: list[int]) -> None:
     assert total.item() == sum(listed)
 
 
-def go_on_without(*dead: int) -> None:
+def continue_without(*dead: int) -> None:
     """Let these ranks die; the others continue twice, and nothing of the agreement is left."""
-    die_if_among(dead)
+    meet_and_lose(*dead)
     alive = [rank for rank in range(here().world_size) if rank not in dead]
     if here().rank % 2:  # nothing has been raised on the others
         error_in(TransportError, objcomm.barrier)
@@ -83,25 +76,24 @@ def go_on_without(*dead: int) -> None:
         assert dist.get_backend(group) == dist.get_backend()
         assert_all_works(group, alive)
         dist.destroy_process_group(group)
-    mesh = resolve(None).mesh
-    assert mesh is not None
+    mesh: Any = resolve(None).mesh
     assert mesh.is_closed
     assert_no_verdict_stays(store_of(dist.group.WORLD))
 
 
 @ranks(2, 3, 4, expect_dead={1})
 def test_the_ranks_that_live_get_one_group_without_the_dead() -> None:
-    go_on_without(1)
+    continue_without(1)
 
 
 @ranks(2, 3, 4, expect_dead={0})
 def test_rank_0_may_die_if_it_does_not_host_the_store() -> None:
-    go_on_without(0)
+    continue_without(0)
 
 
 @ranks(4, expect_dead={0, 3})
-def test_several_may_die() -> None:
-    go_on_without(0, 3)
+def test_several_ranks_may_die() -> None:
+    continue_without(0, 3)
 
 
 @ranks(1, 2, 3, 4)
@@ -115,7 +107,7 @@ def test_without_a_death_all_ranks_are_in_it_and_nothing_is_left() -> None:
         objcomm.barrier()
 
     agree()
-    wait_until(lambda: not survivors_keys(store), "the list to be removed")
+    wait_until_the_list_is_removed(store)
     objcomm.barrier()
     keys, files, threads = len(keys_in(store)), open_files(), threading.active_count()
     for _ in range(3):
@@ -124,10 +116,6 @@ def test_without_a_death_all_ranks_are_in_it_and_nothing_is_left() -> None:
     wait_until(lambda: open_files() <= files, "the connections to be closed")
     wait_until(lambda: threading.active_count() <= threads, "the threads to end")
     assert_group_works()
-
-
-def survivors_keys(store: dist.Store) -> list[str]:
-    return [key for key in keys_in(store) if "survivors" in key]
 
 
 @ranks(4, joined=False, expect_dead={2})
@@ -139,7 +127,7 @@ def test_a_subgroup_without_rank_0_over_a_tcp_store() -> None:
         if here().rank == 2:
             die()
         assert_all_works(objcomm.survivors(group, timeout=PATIENCE_S), [1, 3])
-        wait_until(lambda: not survivors_keys(store), "the list to be removed")
+        wait_until_the_list_is_removed(store)
     else:
         with pytest.raises(NotInGroupError):
             objcomm.survivors(group)
@@ -159,7 +147,7 @@ def die_before(target: Any, name: str) -> Any:
 
 def die_after(target: Any, name: str) -> Any:
     """Kill this rank when it has called a function."""
-    original: Callable[..., object] = getattr(target, name)
+    original = getattr(target, name)
 
     def ended(*given: Any, **named: Any) -> None:
         original(*given, **named)
@@ -182,7 +170,7 @@ STEPS = {
 @pytest.mark.parametrize("step", STEPS)
 @ranks(4, expect_dead={1, 2})
 def test_a_second_death_during_the_agreement(step: str) -> None:
-    die_if_among((1,))
+    meet_and_lose(1)
     brief = mock.patch.object(_world, "CONNECT_MAX", timedelta(seconds=2))  # Gloo's wait in C++
     with STEPS[step]() if here().rank == 2 else contextlib.nullcontext(), brief:
         group: Any = objcomm.survivors(timeout=PATIENCE_S)
@@ -216,20 +204,20 @@ def test_no_verdict_of_a_round_stays_that_failed_before_a_rank_joined() -> None:
 
 # Ranks that do not come, or come too late
 
+
 #: A busy machine may take seconds for the first answer of the store: not too late yet.
 LIMIT_S = 15
 
 
 @ranks(4, expect_dead={1})
-def test_a_rank_that_lives_and_does_not_call_is_named_and_all_may_call_again() -> None:
-    die_if_among((1,))
+def test_a_live_rank_that_does_not_call_is_named_and_all_may_call_again() -> None:
+    meet_and_lose(1)
     if here().rank == 3:
         hear("0 has given up")
         hear("2 has given up")
     else:
         error = error_in(TransportTimeout, lambda: objcomm.survivors(timeout=LIMIT_S))
-        assert error.missing == (3,)
-        assert error.seconds == LIMIT_S
+        assert (error.missing, error.seconds) == ((3,), LIMIT_S)
         assert error.operation.startswith("survivors")
         assert error.positions.keys() <= {0, 2, 3}
         say(f"{here().rank} has given up")
@@ -271,7 +259,7 @@ def refuse_brief_waits(call: Any) -> Any:
 
 
 @ranks(3)
-def test_the_error_has_the_limit_that_has_passed_on_whichever_rank() -> None:
+def test_the_error_has_the_limit_of_the_rank_that_timed_out_first() -> None:
     if here().rank == 2:
         hear("0 has given up")
         hear("1 has given up")
@@ -308,9 +296,7 @@ def test_a_rank_that_the_old_group_has_lost_is_excluded_only_if_it_does_not_answ
 
 @ranks(3, expect_dead={2})
 def test_a_rank_that_waits_for_a_survivor_in_the_old_group_is_released() -> None:
-    objcomm.barrier()
-    if here().rank == 2:
-        die()
+    meet_and_lose(2)
     if here().rank == 1:
         assert error_in(TransportError, lambda: objcomm.recv(0)).peers == (2,)
     assert_all_works(objcomm.survivors(timeout=PATIENCE_S), [0, 1])
@@ -319,7 +305,7 @@ def test_a_rank_that_waits_for_a_survivor_in_the_old_group_is_released() -> None
 @ranks(2, 3, joined=False, expect_dead={0})
 def test_without_the_store_the_error_says_what_hosts_it() -> None:
     join_over_tcp()
-    die_if_among((0,))
+    meet_and_lose(0)
     error = error_in(TransportError, lambda: objcomm.survivors(timeout=PATIENCE_S))
     assert "the process that hosts torch's store has ended" in str(error)
     assert "torchrun" in error.reason
@@ -336,20 +322,3 @@ def test_threads_agree_on_their_own_lanes() -> None:
     second.join()
     assert_all_works(group, [0, 1])
     assert_group_works()
-
-
-@ranks(1, 3)
-def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(UsageError, match="survivors: timeout"):
-        objcomm.survivors(timeout=0)
-    with pytest.raises(UsageError, match="survivors: group="):
-        objcomm.survivors([0])  # type: ignore[arg-type]  # wrong on purpose
-    with subgroup(0) as first:
-        if here().rank:
-            with pytest.raises(NotInGroupError):
-                objcomm.survivors(first)
-
-
-@solo()
-def test_without_torch_distributed_there_is_a_world_of_one() -> None:
-    assert objcomm.survivors() is None
