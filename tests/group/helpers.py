@@ -20,7 +20,7 @@ from objcomm._observe.history import LENGTH
 from objcomm._transport.store import loopback_store
 from objcomm._world import bare, store_of
 from tests.hosts import free_port
-from tests.waits import wait_until
+from tests.waits import PATIENCE_S, wait_until
 from tests.workers import here
 
 #: Operations in which rank 0 needs rank 1, and the arguments for that.
@@ -49,12 +49,9 @@ def subgroup(*members: int) -> Iterator[dist.ProcessGroup]:
 def join_over_tcp() -> dist.TCPStore:
     """Join a world that meets in a store on this machine, which dies with rank 0."""
     place = here()
-    told = place.store("port")
-    if place.rank == 0:
-        store = loopback_store()
-        told.set("port", str(store.port))
-    else:
-        store = dist.TCPStore("127.0.0.1", int(told.get("port")), is_master=False)
+    store = loopback_store() if place.rank == 0 else None
+    port = tell_all("the store's port", str(store.port) if store else "")[0]
+    store = store or dist.TCPStore("127.0.0.1", int(port), is_master=False)
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
     return store
 
@@ -139,14 +136,14 @@ def keys_of_verdicts(store: dist.Store) -> set[str]:
 def assert_no_verdict_stays(store: dist.Store) -> None:
     """Wait until the last rank has read each verdict, and so removed it.
 
-    For worlds of a test's own: where a rank never hears of a verdict, its keys stay.
+    Only for a test's own world: the keys stay if a rank is never notified of a verdict.
     """
     wait_until(lambda: not keys_of_verdicts(store), "the last rank to remove a verdict's keys")
 
 
-def error_in(kind: type[Exception], call: Callable[[], object]) -> Any:
-    """The error that a call must raise."""
-    with pytest.raises(kind) as caught:
+def error_in(kind: type[Exception], call: Callable[[], object], match: str | None = None) -> Any:
+    """The error that a call must raise, and whose text must match."""
+    with pytest.raises(kind, match=match) as caught:
         call()
     return caught.value
 
@@ -159,8 +156,8 @@ def fill_history() -> None:
 
 def is_waiting(group: dist.ProcessGroup | None = None) -> bool:
     """Whether the last call that this rank made on a group now waits for another rank."""
-    (told,) = objcomm.recorder.dump(group=group or dist.group.WORLD)["groups"]
-    last = told["entries"][-1]
+    (recorded,) = objcomm.recorder.dump(group=group or dist.group.WORLD)["groups"]
+    last = recorded["entries"][-1]
     return bool(last["outcome"] == "under way" and last["awaits"] >= 0)
 
 
@@ -283,6 +280,18 @@ class RefusesToArrive:
         self.__dict__.update(state)
         if here().rank in self.ranks:
             raise LookupError(f"cannot be rebuilt on rank {here().rank}")
+
+
+def assert_in_child(holds: Callable[[], bool]) -> None:
+    """Check something in a forked child of this process."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(round(PATIENCE_S))  # ends a hang
+        with contextlib.suppress(BaseException):
+            os._exit(0 if holds() else 1)
+        os._exit(2)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def exit_at_once() -> NoReturn:

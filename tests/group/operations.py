@@ -8,41 +8,9 @@ import objcomm
 Call = Callable[..., Any]
 
 
-def _scatter(obj: Any, **options: Any) -> Any:
-    return objcomm.scatter([obj] * objcomm.world_size(options.get("group")), **options)
-
-
-def _all_to_all(obj: Any, **options: Any) -> Any:
-    return objcomm.all_to_all([obj] * objcomm.world_size(options.get("group")), **options)
-
-
-def _reduce_scatter(obj: Any, **options: Any) -> Any:
-    objs = [obj] * objcomm.world_size(options.get("group"))
-    return objcomm.reduce_scatter(objs, first, **options)
-
-
-def _scan(obj: Any, **options: Any) -> Any:
-    return objcomm.scan(obj, first, **options)
-
-
-def _exscan(obj: Any, **options: Any) -> Any:
-    return objcomm.exscan(obj, first, **options)
-
-
-def _reduce(obj: Any, **options: Any) -> Any:
-    return objcomm.reduce(obj, first, **options)
-
-
-def _all_reduce(obj: Any, **options: Any) -> Any:
-    return objcomm.all_reduce(obj, first, **options)
-
-
-def _barrier(_: Any, **options: Any) -> Any:
-    return objcomm.barrier(**options)
-
-
-def _reduce_and_broadcast(obj: Any, **options: Any) -> Any:
-    return objcomm.reduce_and_broadcast(lambda: obj, lambda objs: objs[0], **options)
+def _one_each(obj: Any, group: Any = None, **_: Any) -> list[Any]:
+    """The object once for each rank of the group that the call's options name."""
+    return [obj] * objcomm.world_size(group)
 
 
 def _sendrecv(obj: Any, **options: Any) -> Any:
@@ -74,17 +42,21 @@ OPERATIONS: dict[str, Call] = {
     "broadcast": objcomm.broadcast,
     "gather": objcomm.gather,
     "all_gather": objcomm.all_gather,
-    "scatter": _scatter,
-    "reduce": _reduce,
-    "all_reduce": _all_reduce,
-    "all_to_all": _all_to_all,
-    "reduce_scatter": _reduce_scatter,
-    "scan": _scan,
-    "exscan": _exscan,
-    "barrier": _barrier,
+    "scatter": lambda obj, **named: objcomm.scatter(_one_each(obj, **named), **named),
+    "reduce": lambda obj, **named: objcomm.reduce(obj, first, **named),
+    "all_reduce": lambda obj, **named: objcomm.all_reduce(obj, first, **named),
+    "all_to_all": lambda obj, **named: objcomm.all_to_all(_one_each(obj, **named), **named),
+    "reduce_scatter": lambda obj, **named: objcomm.reduce_scatter(
+        _one_each(obj, **named), first, **named
+    ),
+    "scan": lambda obj, **named: objcomm.scan(obj, first, **named),
+    "exscan": lambda obj, **named: objcomm.exscan(obj, first, **named),
+    "barrier": lambda _, **named: objcomm.barrier(**named),
     "gather_scalar": objcomm.gather_scalar,
     "all_gather_scalar": objcomm.metrics.all_gather_scalar,
-    "reduce_and_broadcast": _reduce_and_broadcast,
+    "reduce_and_broadcast": lambda obj, **named: objcomm.reduce_and_broadcast(
+        lambda: obj, lambda objs: objs[0], **named
+    ),
 }
 
 #: Those of them that carry objects of any type.
