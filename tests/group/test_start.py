@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +29,16 @@ from objcomm._observe.log import log
 from objcomm._transport import rendezvous
 from objcomm._transport.rendezvous import await_all
 from objcomm._transport.store import loopback_store
-from tests.group.helpers import assert_group_works, hear, say, shared_port, tell_all
+from tests.cases import case
+from tests.group.helpers import (
+    assert_group_works,
+    error_in,
+    hear,
+    in_thread,
+    say,
+    shared_port,
+    tell_all,
+)
 from tests.group.logs import collected
 from tests.ranks import ranks, solo
 from tests.waits import PATIENCE_S
@@ -37,42 +47,39 @@ from tests.workers import here
 _ROOT = Path(__file__).parents[2]
 
 
-def torchrun(rank: int, size: int) -> dict[str, str]:
-    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-    return {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-
-
-def slurm(rank: int, size: int) -> dict[str, str]:
-    place = {"SLURM_PROCID": rank, "SLURM_NTASKS": size, "SLURM_LOCALID": rank}
-    nodes = {"SLURM_NODELIST": "localhost", "SLURM_JOB_ID": "77"}
-    return {name: str(value) for name, value in place.items()} | nodes
-
-
-def openmpi(rank: int, size: int) -> dict[str, str]:
-    place = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
-    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in place.items()}
-
-
-def pmi(rank: int, size: int) -> dict[str, str]:
-    place = {"PMI_RANK": rank, "PMI_SIZE": size, "MPI_LOCALRANKID": rank, "MPI_LOCALNRANKS": size}
-    return {name: str(value) for name, value in place.items()}
-
-
-LAUNCHERS: dict[str, Callable[[int, int], dict[str, str]]] = {
-    "torchrun": torchrun,
-    "SLURM": slurm,
-    "Open MPI": openmpi,
-    "PMI": pmi,
+#: The variables that each launcher sets.
+LAUNCHERS = {
+    "torchrun": (
+        "RANK={rank} WORLD_SIZE={size} LOCAL_RANK={rank} LOCAL_WORLD_SIZE={size} "
+        "MASTER_ADDR=127.0.0.1"
+    ),
+    "SLURM": (
+        "SLURM_PROCID={rank} SLURM_NTASKS={size} SLURM_LOCALID={rank} "
+        "SLURM_NODELIST=localhost SLURM_JOB_ID=77"
+    ),
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK={rank} OMPI_COMM_WORLD_SIZE={size} "
+        "OMPI_COMM_WORLD_LOCAL_RANK={rank} OMPI_COMM_WORLD_LOCAL_SIZE={size}"
+    ),
+    "PMI": "PMI_RANK={rank} PMI_SIZE={size} MPI_LOCALRANKID={rank} MPI_LOCALNRANKS={size}",
 }
+
+
+def variables(text: str) -> dict[str, str]:
+    return dict(each.split("=") for each in text.split())
+
+
+def start_as(rank: int, size: int, launcher: str = "torchrun", port: int | None = None) -> None:
+    """Set the variables that a launcher would set for this rank."""
+    os.environ.update(variables(LAUNCHERS[launcher].format(rank=rank, size=size)))
+    os.environ["MASTER_PORT"] = str(port or shared_port())
 
 
 @ranks(2, joined=False)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_ranks_join_by_a_launchers_variables(
-    launcher: str,
-) -> None:
+def test_ranks_join_by_a_launchers_variables(launcher: str) -> None:
     rank = here().rank
-    os.environ.update(LAUNCHERS[launcher](rank, 2), MASTER_PORT=str(shared_port()))
+    start_as(rank, 2, launcher)
     before = dict(os.environ)
     with collected(logging.INFO) as handler:
         chosen = objcomm.init(timeout=PATIENCE_S)
@@ -80,8 +87,8 @@ def test_ranks_join_by_a_launchers_variables(
     assert (chosen.local_rank, chosen.backend) == (rank, "gloo")
     assert chosen.device == torch.device("cpu")
     assert chosen.address.endswith(f":{before['MASTER_PORT']}")
-    of_choice = [each for each in handler.records if each.levelno == logging.INFO]
-    assert [each.getMessage() for each in of_choice] == [str(chosen)]
+    reports = [each.getMessage() for each in handler.records if each.levelno == logging.INFO]
+    assert reports == [str(chosen)]
     assert f"rank {rank} of 2 (local rank {rank}) by {launcher}, backend gloo" in str(chosen)
     assert dict(os.environ) == before
     assert (objcomm.rank(), objcomm.world_size()) == (rank, 2)
@@ -110,8 +117,8 @@ def test_ranks_join_by_a_launchers_variables(
 def test_ranks_of_torchruns_store_may_join_again_and_again() -> None:
     rank = here().rank
     agent = loopback_store() if rank == 0 else None  # torchrun's store has its own process
-    port = tell_all("port", str(agent.port) if agent else "")[0]
-    os.environ.update(torchrun(rank, 2), MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True")
+    start_as(rank, 2, port=int(tell_all("port", str(agent.port) if agent else "")[0]))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     for turn in range(3):
         time.sleep(0.2 * rank)  # the first rank finds what the last turn left
         objcomm.init("gloo")
@@ -121,7 +128,7 @@ def test_ranks_of_torchruns_store_may_join_again_and_again() -> None:
 
 
 @ranks(3, joined=False)
-def test_nobody_leaves_before_all_have_joined() -> None:
+def test_no_rank_leaves_before_all_have_joined() -> None:
     """Gloo connects each rank to all others, and fails if one of them has already left."""
     rank, join = here().rank, dist.init_process_group
     marks = here().store("marks")
@@ -132,35 +139,31 @@ def test_nobody_leaves_before_all_have_joined() -> None:
             time.sleep(0.5)  # long enough for the others to leave if they did not wait
             marks.set("late", "")
 
-    os.environ.update(torchrun(rank, 3), MASTER_PORT=str(shared_port()))
-    dist.init_process_group = slowly
-    try:
+    start_as(rank, 3)
+    with mock.patch.object(dist, "init_process_group", slowly):
         objcomm.init()
-    finally:
-        dist.init_process_group = join
     assert marks.check(["late"])
     assert_group_works()
 
 
 @ranks(3, joined=False, expect_dead=[1])
-def test_a_death_before_the_first_call_is_heard_of() -> None:
+def test_a_death_before_the_first_call_is_noticed() -> None:
     rank = here().rank
-    os.environ.update(torchrun(rank, 3), MASTER_PORT=str(shared_port()))
+    start_as(rank, 3)
     objcomm.init()
     unused = dist.new_group([0, 1, 2])
     tell_all("joined", "")
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(TransportError) as caught:
-        objcomm.all_gather(rank, group=unused)
-    assert not isinstance(caught.value, TransportTimeout)
-    assert caught.value.peers == (1,)
+    error = error_in(TransportError, lambda: objcomm.all_gather(rank, group=unused))
+    assert not isinstance(error, TransportTimeout)
+    assert error.peers == (1,)
     with pytest.raises(TransportError):
         objcomm.barrier()
 
 
 @ranks(2, disposable=True)
-def test_a_rank_that_lost_its_connections_may_still_come() -> None:
+def test_a_rank_that_lost_its_connections_may_still_arrive() -> None:
     rank = here().rank
     objcomm.barrier()
     group = dist.new_group()
@@ -174,17 +177,15 @@ def test_a_rank_that_lost_its_connections_may_still_come() -> None:
 
 @ranks(2, joined=False)
 def test_any_thread_may_make_the_first_call_after_init() -> None:
-    os.environ.update(torchrun(here().rank, 2), MASTER_PORT=str(shared_port()))
-    leave = threading.Event()
+    start_as(here().rank, 2)
+    joined, leave = threading.Event(), threading.Event()
 
-    def joins() -> None:
+    def join_and_stay() -> None:
         objcomm.init()
         joined.set()
         leave.wait(PATIENCE_S)
 
-    joined = threading.Event()
-    thread = threading.Thread(target=joins)
-    thread.start()
+    thread = in_thread(join_and_stay)
     assert joined.wait(PATIENCE_S)
     try:
         assert_group_works()
@@ -209,12 +210,9 @@ def test_ranks_wait_for_each_other_each_time() -> None:
 
 
 @solo()
-def test_without_a_launcher_nothing_is_initialised() -> None:
-    for chosen in (
-        objcomm.init(),
-        objcomm.init("nccl"),
-        init.ddp_init_group({"distributed_backend": "nccl", "device": "cuda:0"}),
-    ):
+def test_without_a_launcher_nothing_is_initialized() -> None:
+    options = {"distributed_backend": "nccl", "device": "cuda:0"}
+    for chosen in (objcomm.init(), objcomm.init("nccl"), init.ddp_init_group(options)):
         assert (chosen.launcher, chosen.rank, chosen.world_size) == ("", 0, 1)
         assert "uninitialized; to start several ranks: torchrun --nproc-per-node=4" in str(chosen)
     assert not dist.is_initialized()
@@ -223,9 +221,7 @@ def test_without_a_launcher_nothing_is_initialised() -> None:
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_a_script_alone_at_a_terminal_is_told_how_to_start_several_ranks(
-    tmp_path: Path, *, is_read: bool
-) -> None:
+def test_a_script_at_a_terminal_shows_how_to_start_ranks(tmp_path: Path, *, is_read: bool) -> None:
     script = tmp_path / "train.py"
     script.write_text("import objcomm\nobjcomm.init()\nassert objcomm.all_gather(1) == [1]\n")
     ours, its = os.openpty() if is_read else os.pipe()
@@ -237,13 +233,13 @@ def test_a_script_alone_at_a_terminal_is_told_how_to_start_several_ranks(
             said += piece
     os.close(ours)
     assert program.wait() == 0
-    told = "no launcher: a world of one, .*torchrun --nproc-per-node=4 train.py\r?\n"
-    assert re.fullmatch(told if is_read else "", said.decode())
+    hint = "no launcher: a world of one, .*torchrun --nproc-per-node=4 train.py\r?\n"
+    assert re.fullmatch(hint if is_read else "", said.decode())
 
 
 @solo()
-def test_a_launchers_world_of_one_is_initialised() -> None:
-    os.environ.update(slurm(0, 1), MASTER_PORT=str(shared_port()))
+def test_a_launchers_world_of_one_is_initialized() -> None:
+    start_as(0, 1, "SLURM")
     assert objcomm.init().launcher == "SLURM"
     assert dist.get_world_size() == 1
     torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
@@ -252,68 +248,45 @@ def test_a_launchers_world_of_one_is_initialised() -> None:
 
 
 @solo()
-def test_what_cannot_start_is_said_before_any_wait() -> None:
-    wrong: list[tuple[dict[str, str], dict[str, Any], str]] = [
-        ({"RANK": "0"}, {}, "WORLD_SIZE is not.* let a launcher set both: torchrun --nproc-per-"),
-        (
-            {"WORLD_SIZE": "2"},
-            {},
-            r"srun or mpirun \(torchrun --nproc-per-node=4 train.py\), or set",
-        ),
-        (
-            {"PMI_RANK": "0", "PMI_SIZE": "2"},
-            {},
-            "MASTER_ADDR is not set.*: mpirun -genv MASTER_ADD",
-        ),
-        (
-            {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
-            {},
-            "MASTER_ADDR is not set.*: MASTER_ADDR=HOST srun",
-        ),
-        (
-            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
-            {},
-            "MASTER_ADDR is not set.*: mpirun -x MASTER_ADDR=HOST",
-        ),
-        (
-            {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "2"},
-            {},
-            "MASTER_ADDR is not set.*: jsrun -E MASTER_ADDR=HOST",
-        ),
-        (
-            {"RANK": "0", "WORLD_SIZE": "2"},
-            {},
-            "^init: WORLD_SIZE names 2 ranks, but MASTER_ADDR is not set.*: torchrun --nproc-per-",
-        ),
-        (torchrun(0, 2), {"timeout": 0}, "timeout=0 must be a positive number"),
-        (torchrun(0, 2), {"backend": "smoke"}, "there is no 'smoke'"),
-        (torchrun(0, 2), {"backend": "mpi"}, "built without mpi"),
+def test_what_prevents_the_start_is_an_error_before_any_wait() -> None:
+    torchrun = LAUNCHERS["torchrun"].format(rank=0, size=2)
+    without_address = [
+        ("PMI", "PMI_RANK=0 PMI_SIZE=2", "mpirun -genv MASTER_ADD"),
+        ("SLURM", "SLURM_PROCID=0 SLURM_NTASKS=2", "MASTER_ADDR=HOST srun"),
+        ("Open MPI", "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2", "mpirun -x MASTER_ADDR=HOST"),
+        ("jsrun", "JSM_NAMESPACE_RANK=0 JSM_NAMESPACE_SIZE=2", "jsrun -E MASTER_ADDR=HOST"),
+        ("WORLD_SIZE", "RANK=0 WORLD_SIZE=2", "torchrun --nproc-per-"),
     ]
-    for variables, options, told in wrong:
-        os.environ.update(variables)
-        with pytest.raises(UsageError, match=told):
-            objcomm.init(**options)
-        for name in variables:
-            del os.environ[name]
+    wrong: list[tuple[str, dict[str, Any], str]] = [
+        ("RANK=0", {}, "WORLD_SIZE is not.* let a launcher set both: torchrun --nproc-per-"),
+        ("WORLD_SIZE=2", {}, r"srun or mpirun \(torchrun --nproc-per-node=4 train.py\), or set"),
+        (torchrun, {"timeout": 0}, "timeout=0 must be a positive number"),
+        (torchrun, {"backend": "smoke"}, "there is no 'smoke'"),
+        (torchrun, {"backend": "mpi"}, "built without mpi"),
+    ]
+    for source, given, command in without_address:
+        text = f"^init: {source} names 2 ranks, but MASTER_ADDR is not set.*: {command}"
+        wrong.append((given, {}, text))
+    for given, options, text in wrong:
+        with case(given, options), mock.patch.dict(os.environ, variables(given)):
+            error_in(UsageError, partial(objcomm.init, **options), text)
     assert not dist.is_initialized()
 
 
 @solo()
-def test_ranks_that_do_not_come_are_an_error_with_the_address() -> None:
+def test_ranks_that_do_not_arrive_are_an_error_with_the_address() -> None:
     port = shared_port()
-    os.environ.update(torchrun(1, 2), MASTER_PORT=str(port))
-    with pytest.raises(StartError) as caught:
-        objcomm.init(timeout=1)
-    assert (caught.value.rank, caught.value.world_size) == (1, 2)
-    assert caught.value.address == f"127.0.0.1:{port}"
-    assert "MASTER_PORT" in str(caught.value)
-    assert "nothing answers there: Connection refused" in str(caught.value)
+    start_as(1, 2, port=port)
+    error = error_in(StartError, lambda: objcomm.init(timeout=1))
+    assert (error.rank, error.world_size, error.address) == (1, 2, f"127.0.0.1:{port}")
+    assert "MASTER_PORT" in str(error)
+    assert "nothing answers there: Connection refused" in str(error)
     assert not dist.is_initialized()
 
 
 @solo()
-def test_a_name_that_no_resolver_knows_is_said_and_no_host_is_waited_for_in_silence() -> None:
-    os.environ.update(torchrun(1, 2), MASTER_ADDR="no.such.host.invalid")
+def test_an_unknown_host_name_is_an_error_and_the_wait_for_it_is_logged() -> None:
+    os.environ.update(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="no.such.host.invalid")
     unknown = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     with (
         mock.patch.object(socket, "create_connection", side_effect=unknown),
@@ -328,19 +301,16 @@ def test_a_name_that_no_resolver_knows_is_said_and_no_host_is_waited_for_in_sile
 
 @pytest.mark.parametrize("is_agents", [False, True], ids=["rank 0's", "torchrun's"])
 @solo()
-def test_a_program_in_the_stores_place_that_says_nothing_is_an_error_too(
-    *, is_agents: bool
-) -> None:
+def test_a_silent_program_at_the_stores_address_is_an_error(*, is_agents: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
-        os.environ.update(torchrun(1, 2), MASTER_PORT=str(port))
+        start_as(1, 2, port=port)
         if is_agents:
             os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        with pytest.raises(StartError) as caught:
-            objcomm.init(timeout=1)
-    assert (caught.value.rank, caught.value.world_size) == (1, 2)
-    assert caught.value.missing == (() if is_agents else (0,))
-    assert f"127.0.0.1:{port}" in str(caught.value)
+        error = error_in(StartError, lambda: objcomm.init(timeout=1))
+    assert (error.rank, error.world_size) == (1, 2)
+    assert error.missing == (() if is_agents else (0,))
+    assert f"127.0.0.1:{port}" in str(error)
     assert not dist.is_initialized()
 
 
@@ -373,28 +343,22 @@ def coming_together(those: set[int]) -> Iterator[None]:
 @ranks(3, joined=False)
 @pytest.mark.parametrize("missing", [0, 1, 2])
 @pytest.mark.parametrize("is_agents", [False, True], ids=["own store", "torchrun's store"])
-def test_the_ranks_that_have_come_are_told_who_has_not(missing: int, *, is_agents: bool) -> None:
+def test_ranks_that_have_arrived_name_the_missing_one(missing: int, *, is_agents: bool) -> None:
     rank = here().rank
     agent = loopback_store() if rank == missing and is_agents else None
-    told = tell_all("the agent's port", str(agent.port) if agent else "")[missing]
-    port = int(told) if is_agents else shared_port()
-    os.environ.update(torchrun(rank, 3), MASTER_PORT=str(port))
+    agent_port = tell_all("the agent's port", str(agent.port) if agent else "")[missing]
+    start_as(rank, 3, port=int(agent_port) if is_agents else None)
     if is_agents:
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     if rank != missing:
-        with coming_together({0, 1, 2} - {missing}), pytest.raises(StartError) as caught:
-            objcomm.init(timeout=2)
-        error = caught.value
+        with coming_together({0, 1, 2} - {missing}):
+            error = error_in(StartError, lambda: objcomm.init(timeout=2))
         assert (error.rank, error.world_size, error.missing) == (rank, 3, (missing,))
-        here_are = {0: "1-2", 1: "0, 2", 2: "0-1"}[missing]
-        if missing or is_agents:
-            assert f"rank {missing} has not arrived within 2 s, ranks {here_are} have; " in str(
-                error
-            )
-        else:
-            assert "rank 0, where all ranks meet, has not started or can't be reached (" in str(
-                error
-            )
+        arrived = {0: "1-2", 1: "0, 2", 2: "0-1"}[missing]
+        expected = f"rank {missing} has not arrived within 2 s, ranks {arrived} have; "
+        if missing == 0 and not is_agents:
+            expected = "rank 0, where all ranks meet, has not started or can't be reached ("
+        assert expected in str(error)
         assert not objcomm.is_initialized()
     tell_all("all know", "")
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
