@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,14 @@ from objcomm._transport import connect, doors, rendezvous
 from objcomm._transport.gloo import GlooLink
 from objcomm._world import CONNECT_MAX
 from tests.faults.victim import sockets
-from tests.group.helpers import assert_group_works, error_in, kind_of, subgroup, tell_all
+from tests.group.helpers import (
+    assert_group_works,
+    error_in,
+    exit_at_once,
+    kind_of,
+    subgroup,
+    tell_all,
+)
 from tests.group.reports import logged
 from tests.hosts import free_port
 from tests.ranks import OVER_GLOO, ranks
@@ -42,15 +49,25 @@ def assert_joined_by(kind: str) -> None:
         assert tell_all(f"the link {kind}", kind_of(group)) == [kind] * here().world_size
 
 
-@contextmanager
-def _socket_of(descriptor: int) -> Iterator[socket.socket | None]:
-    try:
-        end = socket.socket(fileno=os.dup(descriptor))
-    except OSError:  # closed meanwhile, or not a socket
-        yield None
-        return
-    with end:
-        yield end
+def with_each_door(act: Callable[[doors.Door], object]) -> AbstractContextManager[object]:
+    """Pass each door that this rank opens to a function, before other ranks can find it."""
+    opened = doors.Door.opened
+
+    def opened_and_passed_on(*arguments: Any) -> doors.Door:
+        door = opened(*arguments)
+        act(door)
+        return door
+
+    return mock.patch.object(doors.Door, "opened", opened_and_passed_on)
+
+
+def connected_to(door: doors.Door, kind: str = _UNIX) -> socket.socket:
+    """Connect to a door as a stranger."""
+    if kind == _TCP:
+        return socket.create_connection((door.endpoint.addresses[0], door.endpoint.port))
+    stranger = socket.socket(socket.AF_UNIX)
+    stranger.connect(f"\0objcomm/{door.endpoint.name}")
+    return stranger
 
 
 @ranks(2, 4)
@@ -73,23 +90,17 @@ def inet() -> int:
     """Count this process's network sockets."""
     found = 0
     for entry in Path("/proc/self/fd").iterdir():
-        with _socket_of(int(entry.name)) as end:
-            found += end is not None and end.family in {socket.AF_INET, socket.AF_INET6}
+        # The error of a descriptor that is not a socket, or was closed meanwhile.
+        with suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as end:
+            found += end.family in {socket.AF_INET, socket.AF_INET6}
     return found
 
 
 @ranks(2, environment=OVER_GLOO)
-def test_the_environment_turns_it_off() -> None:
+def test_the_environment_can_choose_gloo() -> None:
     assert_joined_by(_GLOO)
     with objcomm.configure(transport="auto"):  # the program overrides the environment
         assert_joined_by(_UNIX)
-
-
-@ranks(3)
-def test_one_rank_that_turns_it_off_decides_for_all() -> None:
-    with objcomm.configure(transport="gloo") if here().rank == 1 else nullcontext():
-        assert_joined_by(_GLOO)
-    assert_joined_by(_UNIX)
 
 
 @contextmanager
@@ -138,16 +149,14 @@ def in_a_tree() -> AbstractContextManager[object]:
 @pytest.mark.parametrize("lacking", LACKING)
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @ranks(3)
-def test_where_one_rank_cannot_all_use_gloo_and_nothing_is_left(lacking: str, rank: int) -> None:
+def test_if_one_rank_lacks_streams_all_use_gloo(lacking: str, rank: int) -> None:
     check_that_all_use_gloo(lacking, rank)
 
 
 @pytest.mark.parametrize("lacking", LACKING)
 @pytest.mark.parametrize("rank", [0, 2, 3])
 @ranks(4)
-def test_where_one_rank_cannot_all_use_gloo_connecting_at_first_use(
-    lacking: str, rank: int
-) -> None:
+def test_if_one_rank_lacks_streams_at_first_use_all_use_gloo(lacking: str, rank: int) -> None:
     with in_a_tree():
         check_that_all_use_gloo(lacking, rank)
 
@@ -155,7 +164,7 @@ def test_where_one_rank_cannot_all_use_gloo_connecting_at_first_use(
 @pytest.mark.parametrize("lacking", FAR_LACKING)
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @ranks(3)
-def test_where_one_rank_cannot_all_use_gloo_between_hosts(lacking: str, rank: int) -> None:
+def test_if_one_rank_lacks_streams_between_hosts_all_use_gloo(lacking: str, rank: int) -> None:
     with far_apart():
         check_that_all_use_gloo(lacking, rank, _TCP)
 
@@ -195,17 +204,15 @@ def test_gloo_on_one_rank_and_streams_on_another_is_an_error_on_all() -> None:
 
 
 @ranks(3)
-def test_a_rank_that_gets_gloo_unasked_logs_why_and_no_other_does() -> None:
+def test_one_rank_that_chooses_gloo_decides_for_all_and_the_others_log_why() -> None:
     is_asked = here().rank == 1
-    with (
-        logged() as texts,
-        objcomm.configure(transport="gloo") if is_asked else nullcontext(),
-    ):
+    with logged() as texts, objcomm.configure(transport="gloo") if is_asked else nullcontext():
         assert_joined_by(_GLOO)
-    told = [each for each in texts if "over Gloo" in each and "because rank 1 (host " in each]
-    assert len(told) == (0 if is_asked else 1)
-    assert all('has chosen transport="gloo"' in each for each in told)
-    assert all('configure(transport="streams")' in each for each in told)
+    warnings = [each for each in texts if "over Gloo" in each and "because rank 1 (host " in each]
+    assert len(warnings) == (0 if is_asked else 1)
+    assert all('has chosen transport="gloo"' in each for each in warnings)
+    assert all('configure(transport="streams")' in each for each in warnings)
+    assert_joined_by(_UNIX)
 
 
 @ranks(2, environment={"OBJCOMM_TRANSPORT": "glue"})
@@ -227,17 +234,13 @@ def test_ports_that_do_not_exist_are_an_error(ports: Any) -> None:
 @ranks(3)
 def test_ranks_of_several_hosts_are_reached_at_the_ports_that_were_chosen() -> None:
     first = int(tell_all("the first port", str(free_port()))[0])
-    with far_apart(), objcomm.configure(ports=f"{first}-{first + 2}"):
-        opened = doors.Door.opened
-        found: list[int] = []
-
-        def noted(*arguments: Any) -> Any:
-            door = opened(*arguments)
-            found.append(door.endpoint.port)
-            return door
-
-        with mock.patch.object(doors.Door, "opened", noted):
-            assert_joined_by(_TCP)
+    found: list[int] = []
+    with (
+        far_apart(),
+        objcomm.configure(ports=f"{first}-{first + 2}"),
+        with_each_door(lambda door: found.append(door.endpoint.port)),
+    ):
+        assert_joined_by(_TCP)
     assert sorted(map(int, tell_all("ports", str(found[0])))) == [first, first + 1, first + 2]
 
 
@@ -250,7 +253,7 @@ def test_a_rank_without_a_port_is_named_on_all() -> None:
     assert_group_works()
 
 
-@pytest.mark.parametrize("way", ["at once", "at first use"])
+@pytest.mark.parametrize("way", ["immediately", "at first use"])
 @ranks(3)
 def test_a_rank_is_reached_at_the_address_that_works(way: str) -> None:
     """The first address belongs to no host; it is reserved for documentation (RFC 5737).
@@ -268,7 +271,7 @@ def test_a_rank_is_reached_at_the_address_that_works(way: str) -> None:
 
 
 @ranks(3)
-def test_another_process_at_an_address_is_passed_over() -> None:
+def test_another_process_at_a_ranks_address_is_skipped() -> None:
     """As if two hosts had interfaces with the same address, so that each reaches itself."""
     listener = socket.create_server(("127.0.0.1", 0))
     call = doors.Doors.call
@@ -417,17 +420,17 @@ def test_over_gloo_nothing_waits_for_a_proof_once_the_meeting_has_ended() -> Non
 
 @pytest.mark.parametrize("kind", [_UNIX, _TCP])
 @ranks(2, 4)
-def test_a_rank_that_was_sent_away_to_make_room_for_others_calls_again(kind: str) -> None:
+def test_a_rank_whose_connection_was_dropped_to_make_room_connects_again(kind: str) -> None:
     joining = connect._Joining  # noqa: SLF001  # there is no public way to crowd a door
     hear = joining._receive  # noqa: SLF001  # likewise
     sent_away: list[Any] = []
 
-    def crowded(self: Any, guest: Any) -> None:
-        if guest.is_unknown and not sent_away:
-            sent_away.append(guest)
-            self._drop(guest)
+    def crowded(self: Any, caller: Any) -> None:
+        if caller.is_unknown and not sent_away:
+            sent_away.append(caller)
+            self._drop(caller)
         else:
-            hear(self, guest)
+            hear(self, caller)
 
     with (
         far_apart() if kind == _TCP else nullcontext(),
@@ -455,34 +458,19 @@ def _connectors() -> list[str]:
 )
 @pytest.mark.parametrize("kind", [_UNIX, _TCP])
 @ranks(3)
-def test_strangers_get_nothing_and_hold_nobody_up(kind: str, word: bytes) -> None:
+def test_strangers_get_nothing_and_delay_no_rank(kind: str, word: bytes) -> None:
     """Strangers connect before any rank does, send something, and stay."""
     strangers = []
-    opened = doors.Door.opened  # after this, strangers can find it
 
-    def with_strangers(*arguments: Any) -> Any:
-        door = opened(*arguments)
+    def connect_strangers(door: doors.Door) -> None:
         for _ in range(2):
-            if kind == _UNIX:
-                stranger = socket.socket(socket.AF_UNIX)
-                stranger.connect(f"\0objcomm/{door.endpoint.name}")
-            else:
-                stranger = socket.create_connection(
-                    (door.endpoint.addresses[0], door.endpoint.port)
-                )
-            stranger.sendall(word)
-            strangers.append(stranger)
+            strangers.append(connected_to(door, kind))
+            strangers[-1].sendall(word)
         if kind == _TCP:  # and one that has already left
-            with socket.create_connection(
-                (door.endpoint.addresses[0], door.endpoint.port)
-            ) as stranger:
+            with connected_to(door, kind) as stranger:
                 stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        return door
 
-    with (
-        mock.patch.object(doors.Door, "opened", with_strangers),
-        far_apart() if kind == _TCP else nullcontext(),
-    ):
+    with with_each_door(connect_strangers), far_apart() if kind == _TCP else nullcontext():
         assert_joined_by(kind)
     for each in strangers:
         with each:
@@ -495,26 +483,19 @@ def test_strangers_get_nothing_and_hold_nobody_up(kind: str, word: bytes) -> Non
 
 @ranks(2)
 def test_refused_connections_are_counted_and_logged() -> None:
-    opened = doors.Door.opened
-    with ExitStack() as strangers:
+    with ExitStack() as strangers, logged() as texts, subgroup(0, 1) as group:
 
-        def with_strangers(*arguments: Any) -> Any:
-            door = opened(*arguments)
+        def connect_strangers(door: doors.Door) -> None:
             for _ in range(2):
-                stranger = strangers.enter_context(socket.socket(socket.AF_UNIX))
-                stranger.connect(f"\0objcomm/{door.endpoint.name}")
+                stranger = strangers.enter_context(connected_to(door))
                 stranger.sendall(bytes(doors.Handshakes.nbytes))
-            return door
 
-        with logged() as texts, subgroup(0, 1) as group:
-            with mock.patch.object(doors.Door, "opened", with_strangers):
-                objcomm.barrier(group=group)
-            assert objcomm.stats(group)["refused"].calls == 2
-            assert objcomm.stats(group)["barrier"].calls == 1
-            wait_until(
-                lambda: any("refused a connection (2 so far)" in each for each in texts),
-                "the warning",
-            )
+        with with_each_door(connect_strangers):
+            objcomm.barrier(group=group)
+        assert objcomm.stats(group)["refused"].calls == 2
+        assert objcomm.stats(group)["barrier"].calls == 1
+        warning = "refused a connection (2 so far)"
+        wait_until(lambda: any(warning in each for each in texts), "the warning")
 
 
 @ranks(20, disposable=True)
@@ -534,55 +515,51 @@ def test_many_ranks_of_a_host_connect_at_first_use() -> None:
         neighbours = (size - 1).bit_length() + 1 + len(children)
         assert count <= before + 2 + 1 + neighbours + 1
         for root in (0, 7, 19):
-            found = objcomm.broadcast(
-                {"from": rank} if rank == root else None, src=root, group=group
-            )
-            assert found == {"from": root}
+            assert objcomm.broadcast({"from": rank}, src=root, group=group) == {"from": root}
         assert objcomm.all_gather(rank, group=group) == list(range(size))
         received = objcomm.all_to_all([(rank, peer) for peer in range(size)], group=group)
         assert received == [(peer, rank) for peer in range(size)]  # every pair is connected
         assert objcomm.all_reduce(torch.full((40_000,), rank), "sum", group=group)[0] == 190
         failing = threading.Lock() if rank == 13 else "fine"
-        with pytest.raises(CollectiveError) as caught:
-            objcomm.all_gather(failing, group=group)
-        assert list(caught.value.failures) == [13]
+        error = error_in(CollectiveError, lambda: objcomm.all_gather(failing, group=group))
+        assert list(error.failures) == [13]
         assert_group_works(group)
 
 
 @ranks(20, expect_dead={13})
-def test_of_many_ranks_one_that_dies_is_named_by_all_though_few_were_connected_to_it() -> None:
+def test_the_death_of_one_of_many_ranks_is_named_by_all_though_few_are_connected_to_it() -> None:
+    die_and_be_named(13)
+
+
+def die_and_be_named(victim: int) -> None:
     objcomm.barrier()
-    if here().rank == 13:
-        os._exit(1)
+    if here().rank == victim:
+        exit_at_once()
     error = error_in(TransportError, objcomm.barrier)
-    assert error.peers == (13,)
+    assert error.peers == (victim,)
 
 
-def assert_one_of_many_hosts_is_named_when_it_dies(victim: int) -> None:
-    # A rank that raised must not exit while it still writes to the store: readers of a FileStore
-    # never get past a half-written record of a dead process.
-    with far_apart():
-        objcomm.barrier()
-        if here().rank == victim:
-            os._exit(1)
-        error = error_in(TransportError, objcomm.barrier)
-        assert error.peers == (victim,)
+# In the next three, a rank that raised must not exit while it still writes to the store: readers of
+# a FileStore never get past a half-written record of a dead process.
 
 
 @ranks(20, expect_dead={6})
-def test_rank_6_of_many_hosts_is_named_by_all_when_it_dies() -> None:
+def test_the_death_of_rank_6_of_many_hosts_is_named_by_all() -> None:
     """Rank 7 is connected only to rank 6, and losing it does not mean losing all the others."""
-    assert_one_of_many_hosts_is_named_when_it_dies(6)
+    with far_apart():
+        die_and_be_named(6)
 
 
 @ranks(20, expect_dead={7})
-def test_rank_7_of_many_hosts_is_named_by_all_when_it_dies() -> None:
-    assert_one_of_many_hosts_is_named_when_it_dies(7)
+def test_the_death_of_rank_7_of_many_hosts_is_named_by_all() -> None:
+    with far_apart():
+        die_and_be_named(7)
 
 
 @ranks(20, expect_dead={10})
-def test_rank_10_of_many_hosts_is_named_by_all_when_it_dies() -> None:
-    assert_one_of_many_hosts_is_named_when_it_dies(10)
+def test_the_death_of_rank_10_of_many_hosts_is_named_by_all() -> None:
+    with far_apart():
+        die_and_be_named(10)
 
 
 @ranks(20, expect_dead={13})
@@ -591,7 +568,7 @@ def test_a_dead_rank_of_another_host_that_no_rank_used_is_named() -> None:
     with far_apart(), subgroup(*range(20)) as group:
         objcomm.barrier()  # torch's own connections exist as well
         if here().rank == 13:
-            os._exit(1)
+            exit_at_once()
         if here().rank == 2:
             with pytest.raises(TransportError, match="rank 13"):
                 wait_until(lambda: objcomm.iprobe(13) and None, "its end")
@@ -599,31 +576,21 @@ def test_a_dead_rank_of_another_host_that_no_rank_used_is_named() -> None:
         assert 13 in error.peers
 
 
-def _die(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
-
-def _die_after_saying_it_to(others: int) -> Any:
-    """Kill the rank once it has announced to this many others that it is complete."""
-    complete = connect._Joining.complete  # noqa: SLF001  # where it dies
-
-    def dying(joining: Any, link: Any) -> None:
-        for each in list(joining._joined.values())[:others]:  # noqa: SLF001  # likewise
-            each.socket.sendall(b"!")
-        _die()
-        complete(joining, link)
-
-    return dying
 
 
 @pytest.mark.parametrize("others", [0, 1, 2])
 @pytest.mark.parametrize("connected", ["for the first time", "after a desync"])
 @ranks(3, 4, expect_dead={1})
-def test_all_name_only_the_rank_that_dies_as_the_others_complete(
-    others: int, connected: str
-) -> None:
+def test_only_the_rank_that_dies_as_others_complete_is_named(others: int, connected: str) -> None:
     """The others close their connections too, but must not be named."""
     rank, size = here().rank, here().world_size
+
+    def announce_and_die(joining: Any, _: object) -> None:
+        for each in list(joining._joined.values())[:others]:  # noqa: SLF001  # where it dies
+            each.socket.sendall(b"!")
+        os.kill(os.getpid(), signal.SIGKILL)
+
     objcomm.barrier()
     group = dist.new_group()
     if connected == "after a desync":
@@ -631,7 +598,7 @@ def test_all_name_only_the_rank_that_dies_as_the_others_complete(
         with pytest.raises(objcomm.DesyncError):
             (objcomm.barrier if rank else objcomm.node_group)(group=group)
     if rank == 1:
-        connect._Joining.complete = _die_after_saying_it_to(others)  # type: ignore[method-assign]  # noqa: SLF001
+        connect._Joining.complete = announce_and_die  # type: ignore[method-assign]  # noqa: SLF001  # likewise
     with within(3.0):
         error = error_in(TransportError, lambda: objcomm.barrier(group=group))
     assert error.peers == (1,)
@@ -645,14 +612,14 @@ def test_a_rank_that_dies_while_all_connect_is_named() -> None:
     group = dist.new_group([0, 1, 2])
     if here().rank == 1:
         place = connect._Joining  # noqa: SLF001  # where it dies
-        with mock.patch.object(place, "connect", side_effect=lambda: os._exit(1)):
+        with mock.patch.object(place, "connect", side_effect=exit_at_once):
             objcomm.barrier(group=group)
     error = error_in(TransportError, lambda: objcomm.barrier(group=group))
     assert error.peers == (1,)
 
 
 @ranks(2)
-def test_two_that_send_to_each_other_first_may_take_long_to_connect() -> None:
+def test_two_ranks_that_first_send_to_each_other_may_take_long_to_connect() -> None:
     """They are connecting, so neither waits for the other's call and there is no deadlock."""
     connecting = connect._Joining.connect  # noqa: SLF001  # what takes long
 
