@@ -33,7 +33,7 @@ def meet_again(group: Any) -> None:
 
 
 @ranks(3, joined=False)
-def test_groups_pairs_and_new_meetings_take_the_connections_that_are_there() -> None:
+def test_groups_pairs_and_new_meetings_reuse_the_open_connections() -> None:
     with over_tcp() as port:
         objcomm.barrier()
         before = connections(port)
@@ -50,7 +50,7 @@ def test_groups_pairs_and_new_meetings_take_the_connections_that_are_there() -> 
 
 
 @ranks(2, joined=False)
-def test_groups_of_gloo_that_are_made_one_after_another_share_a_connection() -> None:
+def test_gloo_groups_made_one_after_another_share_a_connection() -> None:
     with over_tcp() as port:
         first: Any = objcomm.split(0)
         before = connections(port)
@@ -71,7 +71,7 @@ def test_the_connections_of_a_world_that_was_left_are_closed() -> None:
 
 
 @ranks(2, joined=False)
-def test_a_connection_that_broke_while_nobody_used_it_is_not_used_again() -> None:
+def test_a_connection_that_broke_while_idle_is_not_reused() -> None:
     with over_tcp():
         objcomm.barrier()
         if here().rank == 0:
