@@ -1,5 +1,6 @@
 """Lanes: how they separate the calls of threads, and which thread may use which lane."""
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,6 +9,8 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import DesyncError, UsageError
+from objcomm._transport.link import LANE_BITS
+from objcomm._wire.header import fingerprint
 from tests.group.helpers import assert_group_works, in_thread, subgroup
 from tests.group.watched import closely, patiently
 from tests.ranks import ranks
@@ -16,7 +19,7 @@ from tests.workers import here
 
 
 @ranks(2, 3)
-def test_a_background_lane_runs_beside_the_main_threads_barriers() -> None:
+def test_a_background_lane_does_not_mix_with_the_main_threads_barriers() -> None:
     size, rank = objcomm.world_size(), objcomm.rank()
 
     def evaluate() -> None:
@@ -32,7 +35,7 @@ def test_a_background_lane_runs_beside_the_main_threads_barriers() -> None:
 
 
 @ranks(2)
-def test_lanes_carry_large_objects_beside_each_other() -> None:
+def test_lanes_carry_large_objects_at_the_same_time() -> None:
     def send(lane: str, fill: int) -> None:
         with objcomm.lane(lane):
             for src in (0, 1) * 5:
@@ -59,7 +62,7 @@ def test_a_second_live_thread_without_a_lane_is_refused() -> None:
 
 
 @ranks(2)
-def test_a_thread_with_a_group_of_its_own_needs_no_lane() -> None:
+def test_a_thread_with_its_own_group_needs_no_lane() -> None:
     objcomm.barrier()
     with subgroup(0, 1) as group:
 
@@ -71,18 +74,10 @@ def test_a_thread_with_a_group_of_its_own_needs_no_lane() -> None:
         for _ in range(20):
             objcomm.barrier()
         thread.join()
-        objcomm.barrier()
 
 
 @ranks(2)
-def test_the_default_lane_may_be_taken_over_when_its_thread_has_ended() -> None:
-    with subgroup(0, 1) as group:
-        in_thread(lambda: objcomm.all_gather("first", group=group)).join()
-        assert_group_works(group)
-
-
-@ranks(2)
-def test_a_named_lane_may_be_taken_over_when_its_thread_has_ended() -> None:
+def test_a_lane_may_be_taken_over_when_its_thread_has_ended() -> None:
     def gather_in_lane() -> None:
         with objcomm.lane("shared"):
             assert objcomm.all_gather(here().rank) == [0, 1]
@@ -90,6 +85,9 @@ def test_a_named_lane_may_be_taken_over_when_its_thread_has_ended() -> None:
     for _ in range(3):
         in_thread(gather_in_lane).join()
     gather_in_lane()
+    with subgroup(0, 1) as group:
+        in_thread(lambda: objcomm.all_gather("on the default lane", group=group)).join()
+        assert_group_works(group)
     assert_group_works()
 
 
@@ -115,15 +113,7 @@ def test_two_live_threads_cannot_hold_one_lane() -> None:
     assert_group_works()
 
 
-@ranks(2)
-def test_the_main_thread_may_use_a_lane_and_leave_it() -> None:
-    assert objcomm.all_gather("default") == ["default"] * 2
-    with objcomm.lane("side"):
-        assert objcomm.all_gather("side") == ["side"] * 2
-        with objcomm.lane("inner"):
-            assert objcomm.broadcast("inner", src=1) == "inner"
-        assert objcomm.all_gather("side again") == ["side again"] * 2
-    assert_group_works()
+
 
 
 @ranks(2)
@@ -168,7 +158,7 @@ def test_one_failing_lane_leaves_the_others_in_step() -> None:
 
 
 @ranks(2, 3)
-def test_a_thread_hears_once_of_an_error_however_many_lanes_it_uses() -> None:
+def test_an_error_is_raised_once_in_a_thread_however_many_lanes_it_uses() -> None:
     with subgroup(*range(here().world_size)) as group:
         use_three_lanes(group)
         with closely(), patiently(), pytest.raises(DesyncError):
@@ -177,7 +167,7 @@ def test_a_thread_hears_once_of_an_error_however_many_lanes_it_uses() -> None:
 
 
 @ranks(2, 3)
-def test_each_thread_hears_of_an_error_in_its_next_call() -> None:
+def test_each_thread_raises_an_error_in_its_next_call() -> None:
     begun, go_on = threading.Event(), threading.Event()
     with subgroup(*range(here().world_size)) as group:
 
@@ -205,3 +195,28 @@ def use_three_lanes(group: dist.ProcessGroup) -> None:
     for name in ("one", "another"):
         with objcomm.lane(name):
             assert_group_works(group)
+
+
+@ranks(2)
+def test_calls_after_a_block_are_on_the_lane_before_it() -> None:
+    with objcomm.lane("outer"):
+        with objcomm.lane("inner"):
+            assert objcomm.all_gather("inner") == ["inner"] * 2
+        assert objcomm.all_gather("outer") == ["outer"] * 2
+    assert objcomm.all_gather("default") == ["default"] * 2
+    (world,) = objcomm.recorder.dump(group=dist.group.WORLD)["groups"]
+    assert [each["lane_name"] for each in world["entries"][-3:]] == ["inner", "outer", ""]
+
+
+@ranks(2)
+def test_two_lanes_with_the_same_number_are_refused() -> None:
+    by_number: dict[int, str] = {}
+    for name in map("lane {}".format, itertools.count()):
+        other = by_number.setdefault(fingerprint(name) % (1 << LANE_BITS), name)
+        if other != name:
+            break
+    with objcomm.lane(name):
+        objcomm.barrier()
+    with objcomm.lane(other), pytest.raises(UsageError, match="collide; rename one of them"):
+        objcomm.barrier()
+    assert_group_works()
