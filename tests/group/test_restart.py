@@ -2,8 +2,9 @@
 
 import gc
 import os
-import signal
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -12,10 +13,17 @@ import torch.distributed as dist
 
 import objcomm
 from objcomm import TransportTimeout, UsageError
-from objcomm._observe.recorder import Recorder
-from objcomm._p2p.mailbox import Mailbox
-from objcomm._transport.store import loopback_store
-from tests.group.helpers import assert_group_works, error_in, keys_in, outcome_of, tell_all
+from objcomm._observe import recorder
+from objcomm._p2p import peer
+from tests.group.helpers import (
+    assert_group_works,
+    assert_in_child,
+    error_in,
+    in_thread,
+    keys_in,
+    outcome_of,
+    tell_all,
+)
 from tests.group.watched import patiently
 from tests.ranks import ranks, solo
 from tests.waits import PATIENCE_S
@@ -59,18 +67,17 @@ def test_the_last_figures_outlive_the_group() -> None:
     tell_all("counted", "")
     dist.destroy_process_group()
     gc.collect()
-    promise = {"RANK": str(place.rank), "WORLD_SIZE": "2"}
-    with mock.patch.dict(os.environ, promise):
+    with mock.patch.dict(os.environ, RANK=str(place.rank), WORLD_SIZE="2"):
         for _ in range(2):
             assert set(world) == {"gather"}
             assert objcomm.stats() == world
             with pytest.raises(UsageError, match="says that there are other ranks"):
                 objcomm.barrier()  # not counted anywhere
     assert objcomm.stats(pair) == of_pair != {}
-    outsiders: list[Any] = ["pair", dist.GroupMember.NON_GROUP_MEMBER]
-    for group in outsiders:
+    given: Any
+    for given in ("pair", dist.GroupMember.NON_GROUP_MEMBER):
         with pytest.raises(UsageError):
-            objcomm.stats(group)
+            objcomm.stats(given)
     objcomm.reset_stats(pair)
     assert (objcomm.stats(), objcomm.stats(pair)) == (world, {})
     # A call without a world starts new statistics, and so does the next world.
@@ -125,107 +132,80 @@ def test_a_subgroup_made_again_under_its_name_starts_clean() -> None:
 @ranks(2, disposable=True)
 def test_a_forked_child_is_refused_its_parents_sockets() -> None:
     assert objcomm.all_gather(here().rank) == [0, 1]
-    child = os.fork()
-    if child == 0:
-        told = outcome_of(lambda: objcomm.all_gather("from the child", timeout=3))
+
+    def is_refused() -> bool:
+        outcome = outcome_of(lambda: objcomm.all_gather("from the child", timeout=3))
         # What a logging filter in a worker process needs never raises.
         asked = (objcomm.rank(), objcomm.world_size(), objcomm.is_main(), objcomm.is_initialized())
-        os._exit(0 if told == "UsageError" and len(asked) == 4 else 1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+        return outcome == "UsageError" and len(asked) == 4
+
+    assert_in_child(is_refused)
     assert_group_works()
 
 
 @ranks(2, joined=False)
-def test_a_child_that_is_forked_before_the_first_call_is_no_rank_either() -> None:
-    place = here()
-    met = place.store("rendezvous")
-    dist.init_process_group("gloo", store=met, rank=place.rank, world_size=2)
+def test_a_child_that_is_forked_before_the_first_call_is_not_a_rank_either() -> None:
+    join(here(), "rendezvous")
     group = dist.new_group([0, 1])
-    child = os.fork()
-    if child == 0:
-        for each in (None, group):
-            error = error_in(objcomm.UsageError, lambda: objcomm.barrier(group=each, timeout=3))  # noqa: B023  # called here
-            if f"forked by rank {place.rank}, and is not a rank itself" not in str(error):
-                os._exit(1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+
+    def is_refused() -> bool:
+        calls = [partial(objcomm.barrier, group=each, timeout=3) for each in (None, group)]
+        text = f"forked by rank {here().rank}, and is not a rank itself"
+        return all(text in str(error_in(UsageError, call)) for call in calls)
+
+    assert_in_child(is_refused)
     assert_group_works(group)
     assert_group_works()
 
 
-@ranks(2, disposable=True)
-def test_a_child_that_is_forked_beside_a_threads_first_message_is_refused_its_own() -> None:
-    """No thread of the child releases the locks that the parent's thread held at the fork."""
+def check_in_child_forked_during(
+    module: Any, constructor: str, call: Callable[[], object], holds: Callable[[], bool]
+) -> None:
+    """Fork while another thread's call is in a constructor; no thread of the child leaves it."""
     is_inside, may_go_on = threading.Event(), threading.Event()
+    construct = getattr(module, constructor)
 
-    def slow_elsewhere(rank: int, size: int) -> Mailbox:
+    def construct_slowly(*given: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
             is_inside.set()
             may_go_on.wait(PATIENCE_S)
-        return Mailbox(rank, size)
+        return construct(*given)
 
+    with mock.patch.object(module, constructor, construct_slowly):
+        thread = in_thread(call)
+        assert is_inside.wait(PATIENCE_S)
+        assert_in_child(holds)
+        may_go_on.set()
+        thread.join()
+
+
+@ranks(2, disposable=True)
+def test_a_child_that_is_forked_during_a_threads_first_message_is_refused_its_own() -> None:
+    """No thread of the child releases the locks that the parent's thread held at the fork."""
     if here().rank == 0:
-        with mock.patch("objcomm._p2p.peer.Mailbox", slow_elsewhere):
-            thread = threading.Thread(target=lambda: objcomm.iprobe(1))
-            thread.start()
-            assert is_inside.wait(PATIENCE_S)
-            child = os.fork()
-            if child == 0:
-                signal.alarm(30)  # ends a hang
-                os._exit(0 if outcome_of(lambda: objcomm.send(1, 1)) == "UsageError" else 1)
-            _, status = os.waitpid(child, 0)
-            may_go_on.set()
-            thread.join()
-        assert os.waitstatus_to_exitcode(status) == 0
+        check_in_child_forked_during(
+            peer,
+            "Mailbox",
+            lambda: objcomm.iprobe(1),
+            lambda: outcome_of(lambda: objcomm.send(1, 1)) == "UsageError",
+        )
     tell_all("the child has ended", "")
     assert_group_works()
 
 
 @ranks(2, disposable=True)
-def test_a_child_that_is_forked_beside_a_groups_first_call_can_read_its_figures() -> None:
+def test_a_child_that_is_forked_during_a_groups_first_call_can_read_its_figures() -> None:
     """Every call looks up its recorder, without a lock that a fork could leave locked."""
-    is_inside, may_go_on = threading.Event(), threading.Event()
     assert_group_works()
     group = dist.new_group([0, 1])
-
-    def slow(process_group: Any) -> Recorder:
-        is_inside.set()
-        may_go_on.wait(PATIENCE_S)
-        return Recorder(process_group)
-
     if here().rank == 0:
-        with mock.patch("objcomm._observe.recorder.Recorder", slow):
-            thread = threading.Thread(target=lambda: objcomm.barrier(group=group))
-            thread.start()
-            assert is_inside.wait(PATIENCE_S)
-            child = os.fork()
-            if child == 0:
-                signal.alarm(30)  # ends a hang
-                os._exit(0 if "all_gather" in objcomm.exporters.stats_to_prometheus() else 1)
-            _, status = os.waitpid(child, 0)
-            may_go_on.set()
-            thread.join()
-        assert os.waitstatus_to_exitcode(status) == 0
+        check_in_child_forked_during(
+            recorder,
+            "Recorder",
+            lambda: objcomm.barrier(group=group),
+            lambda: "all_gather" in objcomm.exporters.stats_to_prometheus(),
+        )
     else:
         objcomm.barrier(group=group)
     assert_group_works(group)
     assert_group_works()
-
-
-@ranks(2, joined=False)
-def test_a_group_over_a_tcp_store_works_as_one_over_a_file() -> None:
-    place = here()
-    told = place.store("port")
-    if place.rank == 0:
-        store = loopback_store()
-        told.set("port", str(store.port))
-    else:
-        store = dist.TCPStore("127.0.0.1", int(told.get("port")), 2, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=2)
-    assert_group_works()
-    group: Any = dist.new_group([0, 1])
-    assert_group_works(group)
-    dist.destroy_process_group()
-    tell_all("the store may close", "")
