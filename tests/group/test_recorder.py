@@ -9,10 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.autograd.profiler import record_function
-from torch.profiler import ProfilerActivity, profile
 
 import objcomm
 from objcomm import BrokenGroupError, DesyncError, ObjcommError, TransportError, TransportTimeout
@@ -46,9 +43,9 @@ def folder() -> Path:
     return here().folder / "records"
 
 
-def world_entries(told: Raw) -> list[Raw]:
+def world_entries(dump: Raw) -> list[Raw]:
     """Return the recorded calls on the world's group, without the meeting."""
-    (world,) = (each for each in told["groups"] if each["description"] == "default_pg")
+    (world,) = (each for each in dump["groups"] if each["description"] == "default_pg")
     return [each for each in world["entries"] if each["sequence"] >= 0]
 
 
@@ -58,7 +55,7 @@ def report() -> str:
 
 
 @ranks(1, 2, 3)
-def test_a_dump_tells_the_last_calls() -> None:
+def test_a_dump_lists_the_last_calls() -> None:
     sent = bytes(10_000) if here().rank == 0 else None
     began = time.time()
     objcomm.broadcast(sent)
@@ -66,16 +63,13 @@ def test_a_dump_tells_the_last_calls() -> None:
     objcomm.gather(1, dst=here().world_size - 1, codec="msgpack")
     with pytest.raises(ObjcommError):
         objcomm.scatter([])
-    told = objcomm.recorder.dump()
-    assert json.loads(json.dumps(told)) == told
-    assert (told["rank"], told["world_size"]) == (here().rank, here().world_size)
-    first, second, third = world_entries(told)[-3:]
-    assert (first["operation"], first["outcome"], first["codec"]) == (
-        "broadcast",
-        "returned",
-        "pickle",
-    )
-    assert began - 0.1 <= first["began"] <= second["began"] <= told["at"]
+    dump = objcomm.recorder.dump()
+    assert json.loads(json.dumps(dump)) == dump
+    assert (dump["rank"], dump["world_size"]) == (here().rank, here().world_size)
+    first, second, third = world_entries(dump)[-3:]
+    expected = {"operation": "broadcast", "outcome": "returned", "codec": "pickle"}
+    assert expected.items() <= first.items()
+    assert began - 0.1 <= first["began"] <= second["began"] <= dump["at"]
     assert 0 < first["ms"] <= most_ms
     assert HERE in first["call_site"]
     if here().world_size > 1:
@@ -90,28 +84,27 @@ def test_a_dump_tells_the_last_calls() -> None:
 
 @ranks(3, disposable=True)
 def test_calls_that_scatter_scan_and_split_are_recorded() -> None:
-    each = list(range(here().world_size))
-    objcomm.all_to_all(each)
-    objcomm.reduce_scatter(each, "sum")
+    objcomm.all_to_all([0, 1, 2])
+    objcomm.reduce_scatter([0, 1, 2], "sum")
     objcomm.scan(1, "sum")
     objcomm.exscan(1, "sum")
     objcomm.split(0)
     objcomm.dup()
     objcomm.node_group()
     objcomm.leaders()
-    told = world_entries(objcomm.recorder.dump())
-    names = [entry["operation"] for entry in told]
+    entries = world_entries(objcomm.recorder.dump())
+    names = [entry["operation"] for entry in entries]
     at = names.index("all_to_all")
     assert list(dict.fromkeys(names[at:])) == [
         *("all_to_all", "reduce_scatter", "scan", "exscan"),
         *("split", "dup", "node_group", "leaders"),
     ]
-    assert all(HERE in entry["call_site"] for entry in told[at:])
-    assert {entry["outcome"] for entry in told[at:]} == {"returned"}
+    assert all(HERE in entry["call_site"] for entry in entries[at:])
+    assert {entry["outcome"] for entry in entries[at:]} == {"returned"}
 
 
 @ranks(2, disposable=True)
-def test_messages_are_told_by_both_ranks_and_laid_side_by_side() -> None:
+def test_messages_are_recorded_by_both_ranks_and_compared() -> None:
     other = 1 - here().rank
     objcomm.barrier()
     if here().rank == 0:
@@ -127,18 +120,18 @@ def test_messages_are_told_by_both_ranks_and_laid_side_by_side() -> None:
     objcomm.barrier()
     folder().mkdir(exist_ok=True)
     objcomm.recorder.dump(folder() / f"objcomm-rank{here().rank}.json")
-    told = world_entries(objcomm.recorder.dump())
-    messages = [each for each in told if each["operation"] in {"send", "recv", "probe"}]
+    entries = world_entries(objcomm.recorder.dump())
+    messages = [each for each in entries if each["operation"] in {"send", "recv", "probe"}]
     wanted = ["send", "send", "send", "recv"] if here().rank == 0 else ["probe", "recv", "recv"]
     assert [each["operation"] for each in messages] == [*wanted, "send", "recv"]
     # For the receive from any rank, the root is the sender.
     assert [each["root"] for each in messages[:3]] == ([1, 1, 0] if here().rank == 0 else [0] * 3)
     assert max(each["sent_nbytes"] + each["received_nbytes"] for each in messages) > 100_000
     dist.barrier()
-    report = inspect(read([folder()]), 20)
-    assert "The ranks do not diverge" in report
-    assert ">" not in report
-    assert "message 1" in report
+    text = report()
+    assert "The ranks do not diverge" in text
+    assert ">" not in text
+    assert "message 1" in text
 
 
 @ranks(2)
@@ -151,7 +144,7 @@ def test_only_the_last_256_calls_are_kept() -> None:
 
 
 @ranks(3)
-def test_one_group_can_be_told_alone_and_in_global_ranks() -> None:
+def test_one_group_can_be_dumped_alone_and_in_global_ranks() -> None:
     objcomm.barrier()
     with subgroup(1, 2) as pair:
         if here().rank == 0:
@@ -159,13 +152,13 @@ def test_one_group_can_be_told_alone_and_in_global_ranks() -> None:
                 objcomm.recorder.dump(group=pair)
         else:
             objcomm.all_gather("x", group=pair)
-            (told,) = objcomm.recorder.dump(group=pair)["groups"]
-            assert (told["ranks"], told["rank"], told["size"]) == ([1, 2], here().rank - 1, 2)
-            assert [each["operation"] for each in told["entries"]][-1] == "all_gather"
+            (found,) = objcomm.recorder.dump(group=pair)["groups"]
+            assert (found["ranks"], found["rank"], found["size"]) == ([1, 2], here().rank - 1, 2)
+            assert [each["operation"] for each in found["entries"]][-1] == "all_gather"
 
 
 @ranks(2)
-def test_a_call_under_way_and_lanes_are_told(tmp_path: Path) -> None:
+def test_a_call_under_way_and_its_lane_are_recorded(tmp_path: Path) -> None:
     objcomm.barrier()
 
     def on_a_lane() -> None:
@@ -178,11 +171,11 @@ def test_a_call_under_way_and_lanes_are_told(tmp_path: Path) -> None:
     if here().rank == 0:
         thread = in_thread(on_a_lane)
         wait_until(lambda: last()["lane_name"] == "eval" and is_waiting(), "the call to wait")
-        told = last()
+        entry = last()
         objcomm.recorder.dump(tmp_path / "r.json")
-        assert (told["outcome"], told["ms"], told["awaits"]) == ("under way", None, 1)
+        assert (entry["outcome"], entry["ms"], entry["awaits"]) == ("under way", None, 1)
         assert list(tmp_path.iterdir()) == [tmp_path / "r.json"]
-        assert told in world_entries(json.loads((tmp_path / "r.json").read_text()))
+        assert entry in world_entries(json.loads((tmp_path / "r.json").read_text()))
         say("go")
     else:
         hear("go")
@@ -192,7 +185,7 @@ def test_a_call_under_way_and_lanes_are_told(tmp_path: Path) -> None:
 
 
 @ranks(3, disposable=True)
-def test_a_time_limit_makes_each_rank_write_and_the_files_say_who_was_late() -> None:
+def test_a_timeout_makes_each_rank_write_and_the_files_name_the_late_rank() -> None:
     with objcomm.configure(record_folder=folder()), patiently():
         objcomm.barrier()
         if here().rank == 2:
@@ -207,10 +200,10 @@ def test_a_time_limit_makes_each_rank_write_and_the_files_say_who_was_late() -> 
         with pytest.raises(BrokenGroupError) as again:
             objcomm.barrier()
         assert not again.value.recorded
-    told = json.loads(written.read_text())
-    assert told["error"]["type"] == "TransportTimeout"
-    assert told["error"]["text"] == str(error)
-    assert world_entries(told)[-1]["outcome"] == "TransportTimeout"
+    dump = json.loads(written.read_text())
+    assert dump["error"]["type"] == "TransportTimeout"
+    assert dump["error"]["text"] == str(error)
+    assert world_entries(dump)[-1]["outcome"] == "TransportTimeout"
     assert len(list(folder().glob(f"*rank{here().rank}-*"))) == 1
     dist.barrier()
     assert "rank 2 came last" in report().splitlines()[-1]
@@ -238,7 +231,7 @@ def test_a_message_that_never_came_is_found() -> None:
 
 
 @ranks(3, disposable=True)
-def test_a_rank_that_does_not_come_to_the_first_use_is_found() -> None:
+def test_a_rank_that_misses_the_first_use_is_found() -> None:
     # Rank 2 has not used objcomm, so it does not answer.
     with objcomm.configure(record_folder=folder()), patiently(answers_s=0.1):
         tell_all("all are here", "")
@@ -258,16 +251,16 @@ def test_a_rank_that_does_not_come_to_the_first_use_is_found() -> None:
 def test_a_desync_is_written_once_by_every_rank() -> None:
     objcomm.barrier()
     with objcomm.configure(record_folder=str(folder())), closely():
-        with pytest.raises(DesyncError) as caught:
-            objcomm.barrier("a") if here().rank == 0 else objcomm.all_gather("x")
-        assert caught.value.recorded
-        assert caught.value.recent[-1].operation in {"barrier", "all_gather"}
+        call = objcomm.all_gather if here().rank else objcomm.barrier
+        error = error_in(DesyncError, lambda: call("x"))
+        assert error.recorded
+        assert error.recent[-1].operation in {"barrier", "all_gather"}
         assert_group_works()
     dist.barrier()
     assert len(list(folder().iterdir())) == here().world_size
-    told = report().splitlines()[-1]
-    assert "the ranks diverge in call 1: rank 0 made barrier" in told
-    assert f"made all_gather at {HERE}" in told.replace(f"group/{HERE}", HERE)
+    last = report().splitlines()[-1]
+    assert "the ranks diverge in call 1: rank 0 made barrier" in last
+    assert f"made all_gather at {HERE}" in last.replace(f"group/{HERE}", HERE)
 
 
 @ranks(2, expect_dead=[1])
@@ -275,18 +268,15 @@ def test_surviving_ranks_record_a_death() -> None:
     objcomm.barrier()
     if here().rank == 1:
         os._exit(0)
-    with objcomm.configure(record_folder=folder()), pytest.raises(TransportError) as caught:
-        objcomm.all_gather("x")
-    assert caught.value.recorded
+    with objcomm.configure(record_folder=folder()):
+        assert error_in(TransportError, lambda: objcomm.all_gather("x")).recorded
     assert "there is no dump of rank 1, so look there first" in report()
 
 
 @ranks(2, disposable=True)
 def test_an_error_within_a_callback_is_written_once() -> None:
-    def fails() -> int:
-        name = "a" if here().rank == 0 else "b"
-        objcomm.barrier(name, group=inner)
-        return 1
+    def fails() -> None:
+        objcomm.barrier("a" if here().rank == 0 else "b", group=inner)
 
     with subgroup(0, 1) as inner, objcomm.configure(record_folder=folder()), closely():
         objcomm.barrier()
@@ -296,53 +286,50 @@ def test_an_error_within_a_callback_is_written_once() -> None:
         assert len(list(folder().iterdir())) == 2
 
 
+def desync() -> DesyncError:
+    """The error of two barriers with different names."""
+    name = "a" if here().rank == 0 else "b"
+    error: DesyncError = error_in(DesyncError, lambda: objcomm.barrier(name))
+    return error
+
+
 @ranks(2, disposable=True)
 def test_an_error_is_raised_although_its_file_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     objcomm.barrier()
-    with (
-        objcomm.configure(record_folder=tmp_path / "file"),
-        closely(),
-        pytest.raises(DesyncError) as caught,
-    ):
-        objcomm.barrier("a") if here().rank == 0 else objcomm.barrier("b")
-    assert not caught.value.recorded
-    assert any("could not write" in note for note in caught.value.__notes__)
+    with objcomm.configure(record_folder=tmp_path / "file"), closely():
+        error = desync()
+    assert not error.recorded
+    assert any("could not write" in note for note in error.__notes__)
     assert_group_works()
 
 
 @ranks(2, disposable=True)
-def test_a_program_that_goes_on_after_errors_does_not_fill_the_disk() -> None:
+def test_a_program_that_continues_after_errors_does_not_fill_the_disk() -> None:
     objcomm.barrier()
     os.environ["OBJCOMM_RECORD_FOLDER"] = str(folder())
-
-    def part() -> DesyncError:
-        name = "a" if here().rank == 0 else "b"
-        error: DesyncError = error_in(DesyncError, lambda: objcomm.barrier(name))
-        return error
-
     with closely():
         for _ in range(18):
-            part()
+            desync()
         assert len(list(folder().glob(f"*rank{here().rank}-*"))) == 16
         with objcomm.configure(record_folder=""):
-            assert not part().recorded
+            assert not desync().recorded
 
 
 @solo()
-def test_a_world_of_one_is_told_too() -> None:
+def test_a_world_of_one_is_recorded_too() -> None:
     assert objcomm.recorder.dump()["groups"] == []
     objcomm.all_gather("x")
     objcomm.barrier("y")
-    (told,) = objcomm.recorder.dump()["groups"]
-    assert (told["name"], told["ranks"], told["size"]) == ("", [0], 1)
-    assert [each["operation"] for each in told["entries"]] == ["all_gather", "barrier"]
-    assert [each["sequence"] for each in told["entries"]] == [0, 1]
-    assert all(HERE in each["call_site"] for each in told["entries"])
+    (recorded,) = objcomm.recorder.dump()["groups"]
+    assert (recorded["name"], recorded["ranks"], recorded["size"]) == ("", [0], 1)
+    assert [each["operation"] for each in recorded["entries"]] == ["all_gather", "barrier"]
+    assert [each["sequence"] for each in recorded["entries"]] == [0, 1]
+    assert all(HERE in each["call_site"] for each in recorded["entries"])
 
 
 @solo()
-def test_a_dump_is_its_users_own_and_follows_no_link() -> None:
+def test_only_its_user_can_read_a_dump_and_it_follows_no_link() -> None:
     folder = here().folder
     precious, dump = folder / "precious", folder / "calls.json"
     precious.write_text("as it was")
@@ -356,19 +343,3 @@ def test_a_dump_is_its_users_own_and_follows_no_link() -> None:
     with pytest.raises(TypeError):  # a failed write leaves no file
         recorder._write({"at": object()}, dump)  # noqa: SLF001  # there is no public way
     assert set(folder.iterdir()) == before
-
-
-@ranks(1, 2)
-def test_the_profiler_shows_each_operation_by_name() -> None:
-    objcomm.barrier()
-    with profile(activities=[ProfilerActivity.CPU]) as seen, record_function("step"):
-        objcomm.broadcast(torch.ones(3))
-        objcomm.all_gather("x")
-        with pytest.raises(ObjcommError):
-            objcomm.scatter([])
-    counts = {each.key: each.count for each in seen.key_averages()}
-    for name in ("broadcast", "all_gather", "scatter"):
-        assert counts[f"objcomm::{name}"] == 1
-    # These would write into profiler memory that is freed by then.
-    assert not [key for key in counts if key.startswith("gloo:")]
-    assert_group_works()
