@@ -8,11 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ import objcomm
 from objcomm import LaunchError, UsageError
 from objcomm._bootstrap import launch, worker
 from tests.forked import FORKED
-from tests.group.helpers import is_alive
+from tests.group.helpers import error_in, is_alive
 from tests.printed import without_gloo
 from tests.waits import wait_until
 
@@ -53,17 +53,18 @@ def _chained(error: BaseException, cause: BaseException) -> BaseException:
     return error
 
 
-def test_what_each_rank_returns_comes_back_in_rank_order(
+def test_results_are_in_rank_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(THREADS, raising=False)
     factor = 10  # a closure's
-    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = list(map(signal.getsignal, signals))
     environ = dict(os.environ)
 
     def work(base: int, note: str) -> dict[str, Any]:
-        (tmp_path / str(objcomm.rank())).write_text(str(os.getpid()))
         rank = objcomm.rank()
+        (tmp_path / str(rank)).write_text(str(os.getpid()))
         assert objcomm.all_gather(rank) == [0, 1]
         return {
             "sum": base + factor * rank,
@@ -75,15 +76,13 @@ def test_what_each_rank_returns_comes_back_in_rank_order(
 
     fn = functools.partial(work, note="é")
     results = objcomm.launch(fn, 2, 32, environment={"MINE": "yes"}, timeout=_DEADLINE_S)
-    assert [each["sum"] for each in results] == [32, 42]
-    assert [each["note"] for each in results] == ["é", "é"]
     for rank, result in enumerate(results):
+        assert (result["sum"], result["note"]) == (32 + 10 * rank, "é")
         assert type(result["sample"]) is Sample
         assert torch.equal(result["sample"].value, torch.full((3,), float(rank)))
         assert result["variables"] == [str(rank), str(rank), "2", "2", "127.0.0.1", "yes"]
         assert result["threads"] == str(max(1, len(os.sched_getaffinity(0)) // 2))  # its share
-    now = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    assert now == handlers
+    assert list(map(signal.getsignal, signals)) == handlers
     assert dict(os.environ) == environ
     assert not objcomm.is_initialized()
     assert_ended([int((tmp_path / str(rank)).read_text()) for rank in (0, 1)])
@@ -95,7 +94,7 @@ class EvaluationError(Exception):
         self.step = step
 
 
-def test_what_a_rank_returns_comes_back_exactly() -> None:
+def test_a_result_arrives_exactly_as_it_was() -> None:
     count = 10
 
     def increment() -> int:
@@ -127,22 +126,19 @@ def _answers_over_ipv6() -> bool:
     return True
 
 
-def test_no_name_has_to_be_looked_up_of_ranks_that_meet() -> None:
+def test_ranks_that_meet_need_no_name_resolution() -> None:
     """On a dual-stack socket torch would look up the name of ``::ffff:127.0.0.1``."""
     answers = objcomm.launch(_answers_over_ipv6, 1, joined=False, timeout=_DEADLINE_S)
     assert answers == [False]
 
 
-def _threads() -> str:
-    return os.environ[THREADS]
-
-
-def test_a_number_of_threads_that_is_set_is_every_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_keeps_a_number_of_threads_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(THREADS, "17")
-    assert objcomm.launch(_threads, 1, joined=False, timeout=_DEADLINE_S) == ["17"]
+    counts = objcomm.launch(lambda: os.environ[THREADS], 1, joined=False, timeout=_DEADLINE_S)
+    assert counts == ["17"]
 
 
-class SlowToTellError(Exception):
+class SlowToReportError(Exception):
     """Takes longer to describe than the others take to notice that its rank has left."""
 
     def __str__(self) -> str:
@@ -151,16 +147,15 @@ class SlowToTellError(Exception):
 
 
 @pytest.mark.usefixtures("constant_file_names")
-def test_all_ranks_failures_are_one_error_that_pickles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@mock.patch.object(launch, "_GRACE_SECONDS", _DEADLINE_S)  # so no process needs to be killed
+def test_all_ranks_failures_are_one_error_that_pickles(tmp_path: Path) -> None:
     def fail() -> object:
         rank = objcomm.rank()
         (tmp_path / str(rank)).write_text(str(os.getpid()))
         objcomm.barrier()
         if rank == 0:
             await_paths(tmp_path / "heard")
-            raise SlowToTellError
+            raise SlowToReportError
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 2:
@@ -170,22 +165,20 @@ def test_all_ranks_failures_are_one_error_that_pickles(
                 (tmp_path / "heard").touch()
         return threading.Lock()
 
-    # No process needs to be killed here, however slow the machine is.
-    monkeypatch.setattr(launch, "_GRACE_SECONDS", _DEADLINE_S)
     with pytest.raises(LaunchError) as caught:
         objcomm.launch(fail, 4)
     error = pickle.loads(pickle.dumps(caught.value))  # noqa: S301  # our own
     assert sorted(error.failures) == [0, 1, 2, 3]
     assert str(error) == str(caught.value)
-    assert error.failures[0].type_name.endswith("SlowToTellError")
+    assert error.failures[0].type_name.endswith("SlowToReportError")
     assert re.search(rf'"{re.escape(__file__)}", line \d+, in fail', error.failures[0].traceback)
     assert error.failures[1].message.endswith("ended by SIGKILL")
     assert error.failures[2].type_name == "objcomm.TransportError"
     assert "pickle" in error.failures[3].message  # a lock stays where it is
     assert next(iter(error.failures)) == 1  # no rank reported it, so none was earlier
     assert list(error.failures)[-1] == 2  # an error received from another rank is not a cause
-    for told in ("SlowToTellError: no batches", "Traceback of rank 0", "Traceback of rank 2"):
-        assert told in str(error)
+    for text in ("SlowToReportError: no batches", "Traceback of rank 0", "Traceback of rank 2"):
+        assert text in str(error)
     assert_ended([int((tmp_path / str(rank)).read_text()) for rank in range(4)])
 
 
@@ -193,21 +186,17 @@ def test_all_ranks_failures_are_one_error_that_pickles(
 def test_the_failure_that_caused_others_comes_first() -> None:
     def work() -> None:
         if objcomm.rank() == 1:
-            raise SlowToTellError
+            raise SlowToReportError
         dist.barrier()  # torch's own: only its time shows whether it is a cause
 
-    with pytest.raises(LaunchError) as caught:
-        objcomm.launch(work, 2, timeout=_DEADLINE_S)
-    assert list(caught.value.failures) == [1, 0]
-    assert caught.value.failures[1].message == "no batches"
+    error = error_in(LaunchError, lambda: objcomm.launch(work, 2, timeout=_DEADLINE_S))
+    assert list(error.failures) == [1, 0]
+    assert error.failures[1].message == "no batches"
 
 
 @pytest.mark.long
-def test_who_has_told_and_is_slow_to_end_comes_before_who_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "_GRACE_SECONDS", 1.0)  # counted from the report
-
+@mock.patch.object(launch, "_GRACE_SECONDS", 1.0)  # counted from the report
+def test_a_rank_that_reported_a_failure_comes_before_one_that_was_ended(tmp_path: Path) -> None:
     def work() -> None:
         if int(os.environ["RANK"]) == 0:
             (tmp_path / "waits").touch()
@@ -216,46 +205,33 @@ def test_who_has_told_and_is_slow_to_end_comes_before_who_is_ended(
         threading.Thread(target=time.sleep, args=(1000,)).start()  # keeps the process
         raise LookupError("no batches")
 
-    with pytest.raises(LaunchError) as caught:
-        objcomm.launch(work, 2, joined=False)
-    assert list(caught.value.failures) == [1, 0]
-    ended = caught.value.failures[0]
-    assert "another rank failed" in ended.message
-    assert "in work" in ended.traceback  # where it stood
-    assert "Traceback of rank 0" in str(caught.value)
+    error = error_in(LaunchError, lambda: objcomm.launch(work, 2, joined=False))
+    assert list(error.failures) == [1, 0]
+    assert "another rank failed" in error.failures[0].message
+    assert "in work" in error.failures[0].traceback  # the line that it was in
+    assert "Traceback of rank 0" in str(error)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
+def test_an_error_received_from_other_ranks_is_not_a_cause() -> None:
+    lost = objcomm.TransportError("gather", (1,), "it ended")
+    received = [
+        lost,
+        objcomm.BrokenGroupError("gather", "it ended"),
+        objcomm.CollectiveError("gather", {}),
+        _chained(LookupError("no result"), lost),
+    ]
+    assert all(map(worker.is_caused_elsewhere, received))
+    own = [
         LookupError("own"),
         objcomm.TransportTimeout("gather", (1,), 3.0),
         _chained(objcomm.CollectiveError("gather", {}), LookupError("own")),
-    ],
-)
-def test_what_may_be_a_cause(error: BaseException) -> None:
-    assert not worker.is_caused_elsewhere(error)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        objcomm.TransportError("gather", (1,), "it ended"),
-        objcomm.BrokenGroupError("gather", "it ended"),
-        objcomm.CollectiveError("gather", {}),
-        _chained(LookupError("no result"), objcomm.TransportError("gather", (1,), "it ended")),
-    ],
-)
-def test_what_a_rank_heard_of_others_is_no_cause(error: BaseException) -> None:
-    assert worker.is_caused_elsewhere(error)
+    ]
+    assert not any(map(worker.is_caused_elsewhere, own))
 
 
 @pytest.mark.long
-def test_a_rank_may_exit_and_time_may_run_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "_GRACE_SECONDS", 1.0)  # counted from the exit
-
+@mock.patch.object(launch, "_GRACE_SECONDS", 1.0)  # counted from the exit
+def test_a_rank_may_exit_and_time_may_run_out(tmp_path: Path) -> None:
     def stay() -> None:
         threading.main_thread().join()
         (tmp_path / "left").touch()  # so the result is reported
@@ -265,15 +241,13 @@ def test_a_rank_may_exit_and_time_may_run_out(
         assert not objcomm.is_initialized()
         rank = int(os.environ["RANK"])
         if rank == 0:
-            thread = threading.Thread(target=stay)
-            thread.start()  # keeps the process alive without losing the result
+            threading.Thread(target=stay).start()  # keeps the process alive with its result
         else:
             await_paths(tmp_path / "left")  # else rank 0 might be killed before it finishes
         sys.exit(3 * rank)
 
-    with pytest.raises(LaunchError, match="SystemExit: 3") as caught:
-        objcomm.launch(leave, 2, joined=False)
-    assert list(caught.value.failures) == [1]
+    exits = functools.partial(objcomm.launch, leave, 2, joined=False)
+    assert list(error_in(LaunchError, exits, "SystemExit: 3").failures) == [1]
     with pytest.raises(LaunchError, match=r"had not ended within 1 s"):
         objcomm.launch(_wait, 1, timeout=1)
 
@@ -283,11 +257,8 @@ def _wait() -> None:
 
 
 @pytest.mark.long
-def test_who_must_be_killed_has_ended_when_the_call_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "_GRACE_SECONDS", 0.0)  # for torch as well
-
+@mock.patch.object(launch, "_GRACE_SECONDS", 0.0)  # for torch as well
+def test_a_rank_that_must_be_killed_has_ended_when_the_call_returns(tmp_path: Path) -> None:
     def work() -> None:
         if os.environ["RANK"] == "0":
             (tmp_path / "pid.new").write_text(str(os.getpid()))
@@ -302,22 +273,18 @@ def test_who_must_be_killed_has_ended_when_the_call_returns(
         os.waitpid(int((tmp_path / "pid").read_text()), os.WNOHANG)
 
 
-def test_what_cannot_start_is_refused_at_once() -> None:
-    wrong: Any = None
-    for wrong in (0, -1, 1.5, True, "2"):
-        with pytest.raises(UsageError, match="nproc="):
-            objcomm.launch(print, wrong)
-    wrong = None
-    with pytest.raises(UsageError, match="fn=None must be a function"):
-        objcomm.launch(wrong, 1)
-    wrong = 80
-    with pytest.raises(UsageError, match="'PORT': 80"):
-        objcomm.launch(print, 1, environment={"PORT": wrong})
-    with pytest.raises(UsageError, match="timeout=0"):
-        objcomm.launch(print, 1, timeout=0)
+def test_wrong_arguments_are_refused_immediately() -> None:
     lock = threading.Lock()
-    with pytest.raises(UsageError, match="can't be sent"):
-        objcomm.launch(lambda: lock, 1)
+    wrong: list[tuple[Any, Any, dict[str, Any], str]] = [
+        *((print, nproc, {}, "nproc=") for nproc in (0, -1, 1.5, True, "2")),
+        (None, 1, {}, "fn=None must be a function"),
+        (print, 1, {"environment": {"PORT": 80}}, "'PORT': 80"),
+        (print, 1, {"timeout": 0}, "timeout=0"),
+        (lambda: lock, 1, {}, "can't be sent"),
+    ]
+    for fn, nproc, options, text in wrong:
+        with pytest.raises(UsageError, match=text):
+            objcomm.launch(fn, nproc, **options)
 
 
 _SCRIPT = """
@@ -337,13 +304,10 @@ print([type(each) is Own and each.value for each in results])
 
 
 @pytest.mark.long  # an example in the documentation also launches a function of ``__main__``
-def test_what_stands_in_main_goes_to_the_ranks_and_back() -> None:
+def test_classes_of_main_are_sent_to_the_ranks_and_back() -> None:
+    program = f"exec({_SCRIPT!r})"  # its main module has no file
     done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"exec({textwrap.dedent(_SCRIPT)!r})",
-        ],  # its main module has no file
+        [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=_DEADLINE_S,
