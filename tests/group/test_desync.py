@@ -9,7 +9,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,37 +44,20 @@ from tests.workers import here
 
 HERE = Path(__file__).name
 
+LARGE = bytes(3_000_000)
 #: The call that rank 0 makes, and the one that the others make.
 MISMATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "broadcast and all_gather": (lambda: objcomm.broadcast(1), lambda: objcomm.all_gather(1)),
     "gather and barrier": (lambda: objcomm.gather(1), objcomm.barrier),
-    "all_gather and all_reduce": (
-        lambda: objcomm.all_gather(1),
-        lambda: objcomm.all_reduce(1, "sum"),
-    ),
-    "scatter and broadcast": (
-        lambda: objcomm.scatter([1] * objcomm.world_size()),
-        lambda: objcomm.broadcast(None),
-    ),
+    "all_reduce": (lambda: objcomm.all_gather(1), lambda: objcomm.all_reduce(1, "sum")),
+    "scatter": (lambda: objcomm.scatter([1] * objcomm.world_size()), lambda: objcomm.broadcast(1)),
     "names of barriers": (lambda: objcomm.barrier("a"), lambda: objcomm.barrier("b")),
     "named ops": (lambda: objcomm.all_reduce(1, "sum"), lambda: objcomm.all_reduce(1, "max")),
     "roots of gather": (lambda: objcomm.gather(1, dst=0), lambda: objcomm.gather(1, dst=1)),
-    "sources that name each other": (
-        lambda: objcomm.broadcast(1, src=1),
-        lambda: objcomm.broadcast(1, src=0),
-    ),
-    "sources that name themselves": (
-        lambda: objcomm.broadcast(1, src=0),
-        lambda: objcomm.broadcast(1, src=1),
-    ),
-    "confirm": (
-        lambda: objcomm.broadcast(1, confirm=True),
-        lambda: objcomm.broadcast(1),
-    ),
-    "large payloads": (
-        lambda: objcomm.broadcast(bytes(3_000_000)),
-        lambda: objcomm.all_gather(bytes(3_000_000)),
-    ),
+    "other as source": (lambda: objcomm.broadcast(1, src=1), lambda: objcomm.broadcast(1, src=0)),
+    "self as source": (lambda: objcomm.broadcast(1, src=0), lambda: objcomm.broadcast(1, src=1)),
+    "confirm": (lambda: objcomm.broadcast(1, confirm=True), lambda: objcomm.broadcast(1)),
+    "large payloads": (lambda: objcomm.broadcast(LARGE), lambda: objcomm.all_gather(LARGE)),
 }
 
 
@@ -105,7 +88,7 @@ def test_ranks_that_are_out_of_step_raise_within_2_s() -> None:
 
 @ranks(3)
 @pytest.mark.parametrize("kind", MISMATCHES)
-def test_every_rank_raises_and_the_group_works_on(kind: str) -> None:
+def test_every_rank_raises_and_the_group_keeps_working(kind: str) -> None:
     objcomm.barrier()
     mine = MISMATCHES[kind][min(here().rank, 1)]
     error = desync_in(mine, objcomm.barrier)
@@ -163,7 +146,7 @@ def test_a_desync_of_barriers_shows_their_names(how: str) -> None:
 
 
 @ranks(2)
-def test_of_a_long_name_the_beginning_is_shown() -> None:
+def test_the_beginning_of_a_long_name_is_shown() -> None:
     """At least 31 bytes are shown, and no partial character."""
     error = desync_in(lambda: objcomm.barrier("a" + "é" * 40 if here().rank else "b" * 65))
     assert re.fullmatch("b{31,64}", error.positions[0].name)
@@ -198,7 +181,7 @@ def test_a_sender_that_is_some_calls_ahead_is_found() -> None:
 
 
 @ranks(2)
-def test_two_call_sites_of_one_operation_are_no_desync() -> None:
+def test_two_call_sites_of_one_operation_are_not_a_desync() -> None:
     if here().rank == 0:
         assert objcomm.all_gather("a") == ["a", "b"]
     else:
@@ -206,22 +189,21 @@ def test_two_call_sites_of_one_operation_are_no_desync() -> None:
 
 
 @ranks(3)
-def test_a_rank_that_waits_for_a_third_one_hears_of_it() -> None:
+def test_a_rank_that_waits_for_a_third_one_raises_too() -> None:
     """Rank 2 sends to no rank that is out of step; it only waits for the hub's answer."""
     objcomm.barrier()
-    calls: list[Callable[[], Any]] = [
-        lambda: objcomm.gather(1, dst=1),
-        lambda: objcomm.all_gather(1),
-        lambda: objcomm.all_gather(1),
-    ]
-    error = desync_in(calls[here().rank], objcomm.barrier)
+
+    def call() -> Any:
+        return objcomm.all_gather(1) if here().rank else objcomm.gather(1, dst=1)
+
+    error = desync_in(call, objcomm.barrier)
     assert here().rank in error.positions
     assert_group_works()
 
 
 @ranks(2)
 @pytest.mark.parametrize("is_first_use", [True, False])
-def test_ranks_in_different_groups_hear_of_it(*, is_first_use: bool) -> None:
+def test_ranks_in_different_groups_raise(*, is_first_use: bool) -> None:
     with subgroup(0, 1) as one, subgroup(0, 1) as other:
         if not is_first_use:
             objcomm.barrier(group=one)
@@ -242,13 +224,11 @@ def test_repeated_deadlocks_of_the_same_groups_are_reported_as_fast_as_the_first
     with subgroup(0, 1) as one, subgroup(0, 1) as other:
         objcomm.barrier(group=one)
         objcomm.barrier(group=other)
-        took = []
+        took, mine = [], (one, other)[here().rank]
         with Slowness() as slowness:
             for _ in range(3):
                 began = time.monotonic()
-                error = error_in(
-                    DesyncError, lambda: objcomm.barrier(group=(one, other)[here().rank])
-                )
+                error = error_in(DesyncError, lambda: objcomm.barrier(group=mine))
                 took.append(time.monotonic() - began)
                 assert error.reason == "each waits for another"
                 assert_group_works(one)
@@ -257,7 +237,7 @@ def test_repeated_deadlocks_of_the_same_groups_are_reported_as_fast_as_the_first
 
 
 @ranks(2)
-def test_where_others_have_found_another_pair_one_error_tells_of_one() -> None:
+def test_ranks_that_find_different_pairs_raise_the_same_error() -> None:
     """Among many ranks, two may each detect a different mismatch; with 12, in a third of calls."""
     positions = tuple(Position(rank, "gather", 1, rank, f"train.py:{rank}") for rank in (0, 1))
     standing = Verdict.of(Cause.DESYNC, reason="different roots", positions=positions)
@@ -273,43 +253,47 @@ def test_where_others_have_found_another_pair_one_error_tells_of_one() -> None:
     assert_group_works()
 
 
-@ranks(3)
-def test_ranks_that_wait_in_a_circle_of_groups_hear_of_it() -> None:
+@contextlib.contextmanager
+def in_a_circle() -> Iterator[dist.ProcessGroup]:
+    """A group of this rank and the next one, so that three ranks can wait for each other."""
     with subgroup(0, 1) as a, subgroup(1, 2) as b, subgroup(0, 2) as c:
-        group = {0: a, 1: b, 2: c}[here().rank]
+        yield (a, b, c)[here().rank]
+
+
+@ranks(3)
+def test_ranks_that_wait_in_a_circle_of_groups_raise() -> None:
+    with in_a_circle() as group:
         error = desync_in(lambda: objcomm.all_gather("x", group=group))
         assert error.reason == "each waits for another"
         tell_all("deadlock", "")
-        assert_group_works(None)
+        assert_group_works()
 
 
 @ranks(3)
 def test_a_rank_that_checks_after_a_deadlock_was_broken_raises_too() -> None:
     """The others have raised, and its group has no name yet through which to report the error."""
-    with subgroup(0, 1) as a, subgroup(1, 2) as b, subgroup(0, 2) as c, closely(), patiently():
+
+    def look_when_the_others_have_raised() -> None:
+        for rank in range(2):
+            hear(f"rank {rank} has raised")
+        watchdog.OVERDUE_SECONDS = 0.0
+
+    with in_a_circle() as group, closely(), patiently():
         if here().rank < 2:
-            error = error_in(
-                DesyncError, lambda: objcomm.all_gather("x", group=(a, b)[here().rank])
-            )
+            error = error_in(DesyncError, lambda: objcomm.all_gather("x", group=group))
             say(f"rank {here().rank} has raised")
         else:
             # It answers questions from the start, so the others can find the deadlock.
             with mock.patch.object(watchdog, "OVERDUE_SECONDS", math.inf):
-                in_thread(_look_when_the_others_have_raised)
-                error = error_in(DesyncError, lambda: objcomm.all_gather("x", group=c))
+                in_thread(look_when_the_others_have_raised)
+                error = error_in(DesyncError, lambda: objcomm.all_gather("x", group=group))
         assert error.reason == "each waits for another"
         tell_all("broken circle", "")
-        assert_group_works(None)
-
-
-def _look_when_the_others_have_raised() -> None:
-    for rank in range(2):
-        hear(f"rank {rank} has raised")
-    watchdog.OVERDUE_SECONDS = 0.0
+        assert_group_works()
 
 
 @ranks(2)
-def test_a_slow_rank_is_no_desync() -> None:
+def test_a_slow_rank_is_not_a_desync() -> None:
     """First rank 1 is late in the world, then rank 0 in another group."""
     with subgroup(0, 1) as other, closely():
         objcomm.barrier(group=other)
@@ -325,7 +309,7 @@ def test_a_slow_rank_is_no_desync() -> None:
 
 
 @ranks(3)
-def test_waiting_for_a_rank_that_waits_for_a_slow_one_is_no_desync() -> None:
+def test_waiting_for_a_rank_that_waits_for_a_slow_one_is_not_a_desync() -> None:
     with subgroup(1, 2) as pair, closely():
         if here().rank == 2:
             for rank in range(2):
@@ -337,7 +321,7 @@ def test_waiting_for_a_rank_that_waits_for_a_slow_one_is_no_desync() -> None:
 
 
 @ranks(2)
-def test_threads_that_wait_in_different_groups_are_no_desync() -> None:
+def test_threads_that_wait_in_different_groups_are_not_a_desync() -> None:
     """Rank 0 first waits only in one group, and rank 1 only in the other."""
     with subgroup(0, 1) as other, closely():
         objcomm.barrier()
@@ -358,7 +342,7 @@ def test_threads_that_wait_in_different_groups_are_no_desync() -> None:
 
 
 @ranks(2)
-def test_another_lanes_thread_raises_too_and_then_works_on() -> None:
+def test_another_lanes_thread_raises_too_and_keeps_working() -> None:
     objcomm.barrier()
     outcomes: list[str] = []
     is_used, is_known = threading.Event(), threading.Event()
@@ -401,7 +385,7 @@ def test_many_desyncs_leave_nothing_behind() -> None:
 
 
 @ranks(2, 3)
-def test_a_check_finds_it_in_the_very_call() -> None:
+def test_a_check_finds_a_desync_in_the_same_call() -> None:
     objcomm.barrier()
     for mismatch in MISMATCHES.values():
         with objcomm.check():
@@ -428,7 +412,7 @@ def test_the_environment_can_ask_for_checks() -> None:
 
 
 @ranks(2, 3)
-def test_a_rank_that_only_sends_is_told_before_its_next_call() -> None:
+def test_a_rank_that_only_sends_is_notified_before_its_next_call() -> None:
     objcomm.barrier()
     me = objcomm.rank()
 
@@ -436,8 +420,8 @@ def test_a_rank_that_only_sends_is_told_before_its_next_call() -> None:
         objcomm.broadcast(me, src=min(me, 1))  # rank 0 gives itself as source, the others rank 1
         if me == 0:
             wait_until(lambda: log.texts(logging.ERROR), "what has come was looked at")
-            say("it is told")
-        hear("it is told")
+            say("it was notified")
+        hear("it was notified")
         objcomm.all_gather("next")
 
     with collected() as log, closely():
@@ -461,7 +445,7 @@ def world_mesh() -> Mesh:
 
 
 @ranks(2)
-def test_a_rank_that_hears_of_it_between_two_calls_says_which_was_its_last() -> None:
+def test_a_rank_notified_between_two_calls_reports_its_last_one() -> None:
     objcomm.all_gather("its last")
     mesh = world_mesh()
     if here().rank == 1:
@@ -476,6 +460,13 @@ def test_a_rank_that_hears_of_it_between_two_calls_says_which_was_its_last() -> 
     assert_group_works()
 
 
+def await_three_looks() -> None:
+    """Wait until this rank's watchdog has looked three times."""
+    watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # there is no public access
+    enough = watching._looks + 3  # noqa: SLF001  # likewise
+    wait_until(lambda: watching._looks >= enough, "three looks")  # noqa: SLF001  # likewise
+
+
 class _Waits:
     """Encoding this waits until rank 0's watchdog has seen that rank 1 is in another call."""
 
@@ -486,23 +477,19 @@ class _Waits:
 
 
 @ranks(2)
-def test_what_a_call_raises_is_not_logged_as_well() -> None:
+def test_an_error_that_a_call_raises_is_not_logged_as_well() -> None:
     objcomm.barrier()
-    watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # there is no public access
+    obj, name = (1, "b") if here().rank else (_Waits(), "a")
     with collected() as log, closely():
-        if here().rank == 0:
-            error = error_in(DesyncError, lambda: objcomm.all_gather(_Waits(), name="a"))
-        else:
-            error = error_in(DesyncError, lambda: objcomm.all_gather(1, name="b"))
-        enough = watching._looks + 3  # noqa: SLF001  # likewise
-        wait_until(lambda: watching._looks >= enough, "three looks")  # noqa: SLF001  # likewise
+        error = error_in(DesyncError, lambda: objcomm.all_gather(obj, name=name))
+        await_three_looks()
     assert error.reason == "different names"
     assert not log.texts(logging.ERROR)
     assert_group_works()
 
 
 @ranks(2)
-def test_a_rank_that_is_behind_is_told_nothing() -> None:
+def test_a_rank_that_is_behind_logs_no_error() -> None:
     objcomm.barrier()
     if objcomm.rank() == 1:
         for each in range(3):
@@ -511,9 +498,7 @@ def test_a_rank_that_is_behind_is_told_nothing() -> None:
     else:
         hear("all are sent")
         with collected() as log:
-            watching = watchdog._watchdogs.watchdog()  # noqa: SLF001  # there is no public access
-            enough = watching._looks + 3  # noqa: SLF001  # likewise
-            wait_until(lambda: watching._looks >= enough, "three looks")  # noqa: SLF001  # likewise
+            await_three_looks()
             assert not log.texts(logging.ERROR)
         assert [objcomm.broadcast(None, src=1) for _ in range(3)] == [0, 1, 2]
     assert_group_works()
