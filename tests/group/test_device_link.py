@@ -7,6 +7,7 @@ The link does not depend on the type of device. Here "cpu" takes the accelerator
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from objcomm._algorithms import tensor_reduction
 from objcomm._algorithms.device import BackendLink
 from objcomm._calls.group import Group
 from tests.cases import case
-from tests.group.helpers import assert_group_works
+from tests.group.helpers import assert_group_works, error_in
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
 from tests.ranks import ranks
 from tests.same import assert_same
@@ -58,6 +59,9 @@ class CountingLink(BackendLink):
         """Do nothing: the backend is the group's own."""
 
 
+
+
+
 @contextlib.contextmanager
 def group_with_device_link() -> Iterator[tuple[Any, CountingLink]]:
     """Yield a new group of all ranks that treats the CPU as its accelerator, and its link."""
@@ -69,68 +73,65 @@ def group_with_device_link() -> Iterator[tuple[Any, CountingLink]]:
         yield process_group, link
 
 
+def on_device(group: Any) -> dict[str, Any]:
+    """The options of a call that keeps large members in the device's memory."""
+    return {"group": group, "device": "cpu"}
+
+
 @ranks(2, 3)
-def test_large_members_take_the_device_link_and_arrive_whole() -> None:
+def test_large_members_use_the_device_link_and_arrive_whole() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     with group_with_device_link() as (group, link):
+        options = on_device(group)
         mine: Any = {"w": torch.full((LARGE,), rank), "n": np.full(LARGE, rank), "name": f"r{rank}"}
+        objs = [torch.full((LARGE,), place) for place in range(size)]
         for root in range(size):
             before = link.moved_nbytes
-            got: Any = objcomm.broadcast(
-                mine if rank == root else None, root, group=group, device="cpu"
-            )
+            got: Any = objcomm.broadcast(mine if rank == root else None, root, **options)
             assert (got["w"] == root).all()
             assert (got["n"] == root).all()
             assert got["name"] == f"r{root}"
             assert link.moved_nbytes - before == 2 * 8 * LARGE
-            gathered = objcomm.gather(mine, root, group=group, device="cpu")
+            gathered = objcomm.gather(mine, root, **options)
             assert (gathered is not None) == (rank == root)
             for sender, each in enumerate(gathered or []):
                 assert (each["w"] == sender).all()
-            objs = [torch.full((LARGE,), place) for place in range(size)]
-            part: Any = objcomm.scatter(
-                objs if rank == root else None, root, group=group, device="cpu"
-            )
+            part: Any = objcomm.scatter(objs if rank == root else None, root, **options)
             assert (part == rank).all()
-        everyone = objcomm.all_gather(mine, group=group, device="cpu")
+        everyone = objcomm.all_gather(mine, **options)
         assert [int(each["n"][-1]) for each in everyone] == list(range(size))
-        objs = [torch.full((LARGE,), 10 * rank + peer) for peer in range(size)]
         before = link.moved_nbytes
-        parts = objcomm.all_to_all(objs, group=group, device="cpu")
+        parts = objcomm.all_to_all([obj + 10 * rank for obj in objs], **options)
         assert [int(each[-1]) for each in parts] == [10 * peer + rank for peer in range(size)]
         assert link.moved_nbytes > before
 
 
 @ranks(2, 3)
-def test_reductions_take_it_too() -> None:
+def test_reductions_use_the_device_link_too() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
+    last, mine = size - 1, torch.full((LARGE,), rank)
     with group_with_device_link() as (group, link):
-        total = objcomm.all_reduce(torch.full((LARGE,), rank), group=group, device="cpu")
-        assert (total == sum(range(size))).all()
-        last = size - 1
-        joined = objcomm.reduce(
-            [torch.full((LARGE,), rank)], lambda a, b: a + b, last, group=group, device="cpu"
-        )
+        options = on_device(group)
+        assert (objcomm.all_reduce(mine, **options) == sum(range(size))).all()
+        joined = objcomm.reduce([mine], lambda a, b: a + b, last, **options)
         assert (joined is None) == (rank != last)
         assert [int(each[0]) for each in joined or []] == (list(range(size)) if joined else [])
         assert link.moved_nbytes > 0
-        upto = objcomm.scan(torch.full((LARGE,), rank), group=group, device="cpu")
-        assert (upto == sum(range(rank + 1))).all()
-        before = objcomm.exscan(torch.full((LARGE,), rank), group=group, device="cpu")
+        assert (objcomm.scan(mine, **options) == sum(range(rank + 1))).all()
+        before = objcomm.exscan(mine, **options)
         assert (before is None) == (rank == 0)
         assert before is None or (before == sum(range(rank))).all()
         operands = [torch.full((LARGE,), peer) for peer in range(size)]
-        own = objcomm.reduce_scatter(operands, group=group, device="cpu")
-        assert (own == rank * size).all()
+        assert (objcomm.reduce_scatter(operands, **options) == rank * size).all()
 
 
 @ranks(2, 3)
-def test_every_operation_moves_large_members_over_it() -> None:
+def test_every_operation_moves_large_members_over_the_device_link() -> None:
     with group_with_device_link() as (group, link):
         for name in OBJECT_OPERATIONS:
             before = link.moved_nbytes
             with case(name):
-                got = OPERATIONS[name](torch.full((LARGE,), 7), group=group, device="cpu")
+                got = OPERATIONS[name](torch.full((LARGE,), 7), **on_device(group))
                 for each in got if isinstance(got, list) else [got]:
                     assert each is None or (each == 7).all()
                 assert any(objcomm.all_gather(link.moved_nbytes > before))
@@ -138,7 +139,7 @@ def test_every_operation_moves_large_members_over_it() -> None:
 
 
 @ranks(2)
-def test_without_device_nothing_in_cpu_memory_takes_it() -> None:
+def test_without_device_nothing_in_cpu_memory_uses_the_device_link() -> None:
     with group_with_device_link() as (group, link):
         everyone = objcomm.all_gather(torch.full((LARGE,), objcomm.rank()), group=group)
         assert [int(each[0]) for each in everyone] == [0, 1]
@@ -150,10 +151,10 @@ def test_a_failure_leaves_the_device_link_in_step() -> None:
     with group_with_device_link() as (group, _):
         mine = torch.full((LARGE,), objcomm.rank())
         generator = (number for number in [1])  # can't be pickled
-        with pytest.raises(objcomm.CollectiveError) as caught:
-            objcomm.all_gather((mine, generator) if objcomm.is_main() else mine, group=group)
-        assert list(caught.value.failures) == [0]
-        everyone = objcomm.all_gather(mine, group=group, device="cpu")
+        given = (mine, generator) if objcomm.is_main() else mine
+        error = error_in(CollectiveError, lambda: objcomm.all_gather(given, group=group))
+        assert list(error.failures) == [0]
+        everyone = objcomm.all_gather(mine, **on_device(group))
         assert [int(each[0]) for each in everyone] == [0, 1]
 
 
@@ -202,17 +203,14 @@ def test_a_rank_out_of_device_memory_fails_the_call_before_others_wait() -> None
     with group_with_device_link() as (group, link):
         with pytest.MonkeyPatch.context() as patch:
             if rank == last:
-                patch.setattr(tensor_reduction, "_packed", lambda *_: _no_room())
+                full = mock.Mock(side_effect=torch.OutOfMemoryError("no room"))
+                patch.setattr(tensor_reduction, "_packed", full)
             error = torch.OutOfMemoryError if rank == last else CollectiveError
             with pytest.raises(error, match="no room"):
                 objcomm.all_reduce(tensor, group=group)
         assert link.moved_nbytes == 0
         assert bool((objcomm.all_reduce(tensor, group=group) == last + 1).all())
         assert link.moved_nbytes > 0
-
-
-def _no_room() -> torch.Tensor:
-    raise torch.OutOfMemoryError("no room")
 
 
 @ranks(2)
