@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ import torch
 import objcomm
 from objcomm import CollectiveError, StartError, UsageError
 from objcomm.compat import axolotl as distributed
-from tests.group.helpers import assert_group_works, shared_port, tell_all
+from tests.group.helpers import assert_group_works, error_in, tell_all
+from tests.group.test_start import start_as
 from tests.ranks import ranks, solo
 from tests.same import assert_same
 from tests.workers import here
@@ -63,14 +66,13 @@ def test_a_raise_on_one_rank_is_raised_on_all_where_axolotl_hung() -> None:
         (0, lambda: _pass_zero_only(_fail_on(0))),
     ]
     for failing, call in calls:
-        with pytest.raises(CollectiveError) as caught:
-            call()
-        assert list(caught.value.failures) == [failing]
-        assert caught.value.failures[failing].message == "no batches"
-        assert isinstance(caught.value.__cause__, LookupError) == (rank == failing)
+        error = error_in(CollectiveError, call)
+        assert list(error.failures) == [failing]
+        assert error.failures[failing].message == "no batches"
+        assert isinstance(error.__cause__, LookupError) == (rank == failing)
         # Axolotl let fn's error propagate on the failing rank; the others got torch's own error.
-        assert isinstance(caught.value, LookupError) == (rank == failing)
-        assert isinstance(caught.value, RuntimeError) == (rank != failing)
+        assert isinstance(error, LookupError) == (rank == failing)
+        assert isinstance(error, RuntimeError) == (rank != failing)
     with pytest.raises(CollectiveError, match="is not a scalar"):
         distributed.gather_scalar_from_all_ranks(lambda: [1, 2])
     assert_group_works()
@@ -88,7 +90,7 @@ def _pass_zero_only(fn: Callable[[], object]) -> None:
 
 
 @ranks(1, 2, 4)
-def test_zero_comes_first_and_alone() -> None:
+def test_rank_zero_is_first_and_alone() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     store = here().store("order")
     askers: list[Callable[[], bool]] = [distributed.is_main_process, lambda: rank == 0]
@@ -110,8 +112,11 @@ def test_zero_comes_first_and_alone() -> None:
     assert ran == ([0] if rank == 0 else [])
     for flag in (rank == size - 1, True, False):  # not true on rank 0 alone
         if size > 1:
-            with pytest.raises(UsageError, match="zero_first: is_main is true on") as caught:
-                _pass_first_as(flag=flag)
+            with (
+                pytest.raises(UsageError, match="zero_first: is_main is true on") as caught,
+                distributed.zero_first(flag),
+            ):
+                raise AssertionError("no rank may enter")
             assert isinstance(caught.value, RuntimeError)
     assert_group_works()
 
@@ -130,30 +135,21 @@ def test_errors_name_what_was_called(hosts: int) -> None:
         patch.setattr("objcomm._collectives.split.machine", lambda: f"host {rank % hosts}")
         objcomm.node_group()  # detects the hosts again
         for failing in (0, 1):
-            with pytest.raises(CollectiveError, match="no disk") as caught:
-                block(failing)
-            assert caught.value.operation == "zero_first"
-            assert isinstance(caught.value, OSError if rank == failing else RuntimeError)
+            error = error_in(CollectiveError, partial(block, failing), "no disk")
+            assert error.operation == "zero_first"
+            assert isinstance(error, OSError if rank == failing else RuntimeError)
     objcomm.node_group()
     assert_group_works()
 
 
-def _pass_first_as(*, flag: bool) -> None:
-    with distributed.zero_first(flag):
-        raise AssertionError("no rank may enter")
 
-
-def _launch_as(rank: int, size: int) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
 
 
 @ranks(2, joined=False)
-def test_questions_have_no_side_effect_and_calls_join_by_themselves() -> None:
+def test_queries_have_no_side_effect_and_calls_join_by_themselves() -> None:
     rank = here().rank
-    port = str(shared_port())
-    _launch_as(rank, 2)
-    os.environ["MASTER_PORT"] = port
-    os.environ["LOCAL_RANK"] = "0"  # as if each rank had its own host
+    start_as(rank, 2)
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")  # as if each rank had its own host
     before = (distributed.is_main_process(), distributed.is_local_main_process())
     assert before == (rank == 0, True)  # axolotl read LOCAL_RANK, and later changed its answer
     assert distributed.is_distributed()
@@ -178,7 +174,7 @@ def test_questions_have_no_side_effect_and_calls_join_by_themselves() -> None:
 
 
 @solo()
-def test_alone_everything_works_without_torch_distributed() -> None:
+def test_one_process_needs_no_torch_distributed() -> None:
     assert distributed.gather_scalar_from_all_ranks(lambda: 2.0) == [2.0]
     assert distributed.gather_from_all_ranks(lambda: [1]) == [[1]]
     assert distributed.compute_and_broadcast(lambda: 2**24 + 1) == 2**24 + 1  # axolotl: an error
@@ -200,12 +196,12 @@ def test_alone_everything_works_without_torch_distributed() -> None:
 
 
 @solo()
-def test_what_goes_wrong_at_the_start_is_raised() -> None:
+def test_errors_at_the_start_are_raised() -> None:
     os.environ["AXOLOTL_NCCL_TIMEOUT"] = "soon"
     with pytest.raises(UsageError, match="AXOLOTL_NCCL_TIMEOUT='soon'"):
         distributed.init_distributed_state()
     os.environ["AXOLOTL_NCCL_TIMEOUT"] = "1"
-    _launch_as(1, 2)
+    start_as(1, 2)
     with pytest.raises(StartError):  # no other rank joins
         distributed.barrier()
     os.environ["RANK"] = "7"
@@ -213,35 +209,15 @@ def test_what_goes_wrong_at_the_start_is_raised() -> None:
         distributed.is_main_process()
 
 
-class _Accelerator:
-    """A kind of device that axolotl's cleanup supported, but its queries did not."""
-
-    waits = 0
-
-    @staticmethod
-    def is_available() -> bool:
-        return True
-
-    @staticmethod
-    def device_count() -> int:
-        return 4
-
-    @staticmethod
-    def current_device() -> int:
-        return 2
-
-    @classmethod
-    def synchronize(cls) -> None:
-        cls.waits += 1
-
-
 def test_every_accelerator_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "xpu", _Accelerator)
-    monkeypatch.setattr(_Accelerator, "waits", 0)
+    """Axolotl's cleanup supported this type of device, but its queries did not."""
+    answers = {"is_available": lambda: True, "device_count": lambda: 4, "current_device": lambda: 2}
+    xpu = mock.Mock(spec=["synchronize"], **answers)
+    monkeypatch.setattr(torch, "xpu", xpu)
     assert distributed.get_device_type() == torch.device("xpu")
     assert (distributed.get_device_count(), distributed.get_current_device()) == (4, 2)
     distributed.cleanup_distributed()
-    assert _Accelerator.waits == 1
+    xpu.synchronize.assert_called_once_with()
 
 
 PROGRAM = '''
@@ -280,7 +256,7 @@ results = [text, counts, fewest, packed, steps, is_distributed()]
 
 
 @ranks(1, 2, 4)
-def test_a_program_for_axolotl_runs_with_nothing_changed_but_its_import() -> None:
+def test_a_program_for_axolotl_runs_when_only_its_import_is_changed() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     place: dict[str, Any] = {"folder": str(here().folder)}
     renamed = PROGRAM.replace("axolotl.utils.distributed", "objcomm.compat.axolotl")
