@@ -19,7 +19,8 @@ import objcomm
 from objcomm import UsageError
 from objcomm.compat import speechbrain as sb
 from tests.cases import case
-from tests.group.helpers import assert_group_works, shared_port
+from tests.group.helpers import assert_group_works, error_in, in_thread
+from tests.group.test_start import start_as
 from tests.ranks import ranks, solo
 from tests.workers import here
 
@@ -53,12 +54,11 @@ RAISES: dict[str, Callable[[], object]] = {
 
 
 @ranks(2)
-def test_cured_an_error_on_one_rank_leaves_the_others_waiting() -> None:
+def test_an_error_on_one_rank_no_longer_leaves_the_others_waiting() -> None:
     for where, call in RAISES.items():
         with case(where):
-            with pytest.raises(objcomm.CollectiveError) as caught:
-                call()
-            failures = caught.value.failures
+            error = error_in(objcomm.CollectiveError, call)
+            failures = error.failures
             if where != "post_func everywhere":  # there the faster rank fails first
                 assert list(failures) == [int("post_func of" in where)]
             text = "cannot pickle" if "cannot be sent" in where else "ValueError: no such file"
@@ -66,18 +66,17 @@ def test_cured_an_error_on_one_rank_leaves_the_others_waiting() -> None:
             # SpeechBrain let func's error propagate, and the other ranks got torch's RuntimeError.
             own = TypeError if "cannot be sent" in where else ValueError
             raised_here = here().rank in failures or where == "post_func everywhere"
-            assert isinstance(caught.value, own if raised_here else RuntimeError)
-            assert pickle.loads(pickle.dumps(caught.value)).failures == failures  # noqa: S301  # pickled here
+            assert isinstance(error, own if raised_here else RuntimeError)
+            assert pickle.loads(pickle.dumps(error)).failures == failures  # noqa: S301  # pickled here
             assert_group_works()
 
 
 @ranks(1, 2, disposable=True)
-def test_cured_without_rank_in_the_environment_nobody_or_all_are_main() -> None:
+def test_without_rank_in_the_environment_one_rank_is_main() -> None:
     for name in ("RANK", "LOCAL_RANK"):
-        for text in (None, ""):
+        for environment in ({}, {name: ""}):
             os.environ.pop(name, None)
-            if text is not None:
-                os.environ[name] = text
+            os.environ.update(environment)
             assert sb.get_rank() == here().rank
             assert sb.if_main_process() == (here().rank == 0)
     ran: list[int] = []
@@ -96,7 +95,7 @@ def test_cured_without_rank_in_the_environment_nobody_or_all_are_main() -> None:
 
 
 @solo()
-def test_ranks_of_a_launcher_before_the_ranks_have_met() -> None:
+def test_queries_read_the_launchers_variables_before_the_ranks_have_met() -> None:
     assert sb.get_rank() is sb.get_local_rank() is None
     assert sb.rank_prefixed_message("text") == "text"
     assert sb.if_main_process()
@@ -106,19 +105,19 @@ def test_ranks_of_a_launcher_before_the_ranks_have_met() -> None:
     assert sb.get_rank() == 1
     os.environ["JSM_NAMESPACE_RANK"] = "8"
     assert sb.get_rank() == 8
-    os.environ["SLURM_PROCID"] = "9"  # cured: a local rank took precedence
+    os.environ["SLURM_PROCID"] = "9"  # fixed: a local rank took precedence
     assert (sb.get_rank(), sb.get_local_rank()) == (9, 1)
-    os.environ["RANK"] = ""  # cured: a ValueError
+    os.environ["RANK"] = ""  # fixed: a ValueError
     assert sb.get_rank() == 9
     os.environ["RANK"] = "5"
     assert sb.rank_prefixed_message("text") == "[rank: 5] text"
     del os.environ["LOCAL_RANK"]
-    os.environ["SLURM_LOCALID"] = "3"  # cured: SpeechBrain no longer reads it
+    os.environ["SLURM_LOCALID"] = "3"  # fixed: SpeechBrain no longer reads it
     assert sb.get_local_rank() == 3
 
 
 @solo(environment={"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
-def test_cured_before_the_ranks_have_met_each_acts_as_if_it_were_alone() -> None:
+def test_before_the_ranks_have_met_none_acts_as_if_it_were_alone() -> None:
     assert sb.ddp_prevent_block()
     calls: list[Callable[[], object]] = [
         sb.ddp_barrier, lambda: sb.ddp_broadcast(1), lambda: sb.run_on_main(int),
@@ -146,7 +145,7 @@ def test_without_torch_distributed_nothing_waits() -> None:
 
 
 @ranks(2)
-def test_contexts_prevent_blocking_on_whoever_enters() -> None:
+def test_a_context_prevents_blocking_on_each_rank_that_enters() -> None:
     assert sb.is_distributed_initialized()
     for context in (sb.MainProcessContext, sb.OncePerNodeContext):
         assert not sb.ddp_prevent_block()
@@ -162,7 +161,7 @@ def test_contexts_prevent_blocking_on_whoever_enters() -> None:
 
 
 @ranks(2)
-def test_cured_an_error_leaves_a_context_counted_and_so_silences_barriers() -> None:
+def test_an_error_in_a_context_does_not_silence_later_barriers() -> None:
     with pytest.raises(ValueError, match="no such file"), sb.MainProcessContext():
         fail()
     assert not sb.ddp_prevent_block()
@@ -170,31 +169,26 @@ def test_cured_an_error_leaves_a_context_counted_and_so_silences_barriers() -> N
 
 
 @ranks(2)
-def test_cured_a_context_of_one_thread_is_one_of_all() -> None:
-    told: list[bool] = []
+def test_a_context_of_one_thread_does_not_affect_others() -> None:
+    answers: list[bool] = []
     with sb.MainProcessContext():
-        thread = threading.Thread(target=lambda: told.append(sb.ddp_prevent_block()))
-        thread.start()
-        thread.join()
-    assert told == [False]
+        in_thread(lambda: answers.append(sb.ddp_prevent_block())).join()
+    assert answers == [False]
 
 
 @ranks(2)
-def test_cured_a_call_costs_two_collectives() -> None:
-    @sb.main_process_only
-    def log() -> None:
-        """Return nothing."""
-
+def test_a_call_costs_one_collective() -> None:
+    log = sb.main_process_only(lambda: None)
     log()
     objcomm.reset_stats()
     log()
-    stats = objcomm.stats()
-    assert [(name, each.calls) for name, each in stats.items()] == [("main_process_only", 1)]
+    counts = {name: each.calls for name, each in objcomm.stats().items()}
+    assert counts == {"main_process_only": 1}
     assert_group_works()
 
 
 @ranks(4)
-def test_cured_main_process_only_within_once_per_node_runs_nowhere_on_further_nodes() -> None:
+def test_main_process_only_within_once_per_node_runs_on_every_node() -> None:
     rank = here().rank
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("objcomm._collectives.split.machine", lambda: f"host {rank // 2}")
@@ -206,30 +200,29 @@ def test_cured_main_process_only_within_once_per_node_runs_nowhere_on_further_no
 
 
 @ranks(2)
-def test_post_functions_of_nodes_give_what_this_rank_has_run() -> None:
+def test_post_functions_of_nodes_return_the_result_of_this_ranks_function() -> None:
     rank = here().rank
     got = sb.run_once_per_node(str, [1], None, str, [2])
     assert got == ("1" if rank == 0 else "2")
-    assert sb.run_once_per_node(lambda function: function, kwargs={"function": 3}) == (
-        3 if rank == 0 else None
-    )
+    got = sb.run_once_per_node(lambda function: function, kwargs={"function": 3})
+    assert got == (3 if rank == 0 else None)
     assert sb.run_once_per_node(threading.Lock, post_func=threading.Lock) is not None
 
 
 @ranks(2)
-def test_ddp_all_reduce_is_in_place_and_takes_what_it_documents() -> None:
+def test_ddp_all_reduce_is_in_place_and_accepts_what_it_documents() -> None:
     mine = torch.tensor([1.0, 3.0]) * (here().rank + 1)
     assert sb.ddp_all_reduce(mine, dist.ReduceOp.SUM) is mine
     assert mine.tolist() == [3, 9]
     mine = torch.tensor([float(here().rank)], requires_grad=True)
-    assert sb.ddp_all_reduce(mine, dist.ReduceOp.AVG).tolist() == [0.5]  # cured: Gloo has no AVG
+    assert sb.ddp_all_reduce(mine, dist.ReduceOp.AVG).tolist() == [0.5]  # fixed: Gloo has no AVG
     assert mine.requires_grad
-    assert sb.ddp_all_reduce({"seen": 2**70}, dist.ReduceOp.SUM) == {"seen": 2**71}  # cured
+    assert sb.ddp_all_reduce({"seen": 2**70}, dist.ReduceOp.SUM) == {"seen": 2**71}  # fixed
     for op, bits in (("BAND", 4), ("BOR", 7), ("BXOR", 3)):
         mine = torch.tensor([5 + here().rank])
         assert sb.ddp_all_reduce(mine, getattr(dist.ReduceOp, op)).tolist() == [bits]
     mine = torch.tensor([here().rank])
-    with pytest.raises(UsageError, match="can't hold the result"):  # cured: NCCL rounds it down
+    with pytest.raises(UsageError, match="can't hold the result"):  # fixed: NCCL rounds it down
         sb.ddp_all_reduce(mine, dist.ReduceOp.AVG)
     assert mine.tolist() == [here().rank]
 
@@ -305,16 +298,10 @@ if is_distributed_initialized():
 
 
 @ranks(1, 2, joined=False)
-def test_a_recipe_runs_with_nothing_changed_but_its_import(tmp_path: Path) -> None:
+def test_a_recipe_runs_when_only_its_import_is_changed(tmp_path: Path) -> None:
     rank, world_size = here().rank, here().world_size
     if world_size > 1:  # a world of one has no launcher
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(shared_port()),
-        )
+        start_as(rank, world_size)
     script = tmp_path / f"train{rank}.py"
     renamed = RECIPE.replace("speechbrain.utils.distributed", "objcomm.compat.speechbrain")
     renamed = renamed.replace("speechbrain.utils", "objcomm.compat")
