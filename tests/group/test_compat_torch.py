@@ -6,6 +6,7 @@ import fractions
 import inspect
 import threading
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import CollectiveError, ForbiddenTypeError, UsageError
 from objcomm.compat import torch as dist_objects
-from tests.group.helpers import assert_group_works, subgroup
+from tests.group.helpers import assert_group_works, in_thread, subgroup
 from tests.ranks import ranks, solo
 from tests.same import assert_same
 from tests.waits import PATIENCE_S
@@ -49,7 +50,7 @@ def test_signatures_are_torchs() -> None:
 
 
 @ranks(1, 2)
-def test_weights_only_admits_what_torch_calls_safe() -> None:
+def test_weights_only_accepts_what_torch_considers_safe() -> None:
     mine: list[Any] = [collections.OrderedDict(w=torch.ones(3)), {"lr": 0.1, "betas": (0.9, 0.999)}]
     got: list[Any] = [None] * objcomm.world_size()
     dist_objects.all_gather_object(got, mine, weights_only=True)
@@ -65,7 +66,7 @@ def test_weights_only_admits_what_torch_calls_safe() -> None:
 
 
 @ranks(1, 2, 4)
-def test_lists_become_what_torch_makes_of_them() -> None:
+def test_lists_are_filled_as_by_torch() -> None:
     rank, size = here().rank, here().world_size
     outcomes = []
     for api in (dist, dist_objects):
@@ -94,7 +95,7 @@ def test_lists_become_what_torch_makes_of_them() -> None:
 
 
 @ranks(1, 2)
-def test_the_source_keeps_its_objects_and_what_a_rank_gave_comes_back_as_a_copy() -> None:
+def test_the_source_keeps_its_objects_and_other_results_are_copies() -> None:
     mine: dict[str, Any] = {"w": torch.zeros(3), "many": torch.zeros(50_000)}
     box = [mine]
     dist_objects.broadcast_object_list(box, device=torch.device("cpu"))
@@ -108,7 +109,7 @@ def test_the_source_keeps_its_objects_and_what_a_rank_gave_comes_back_as_a_copy(
     dist_objects.scatter_object_list(out, [mine] * size)
     for tensor in mine.values():
         tensor.add_(1)
-    for got in [gathered[rank], *collected[: size * (rank == 0)], out[0]]:
+    for got in [gathered[rank], *(collected if rank == 0 else []), out[0]]:
         assert (float(got["w"].sum()), float(got["many"].sum())) == (0.0, 0.0)
 
 
@@ -132,8 +133,8 @@ def test_ranks_are_global_in_a_subgroup_and_others_get_a_warning() -> None:
                 with pytest.warns(UserWarning, match=f"on global rank {rank} which") as caught:
                     assert call() in {None, -1}
                 # Works dropped by earlier tests may be collected here; their category differs.
-                (told,) = [each for each in caught if each.category is UserWarning]
-                assert told.filename == __file__
+                (warning,) = [each for each in caught if each.category is UserWarning]
+                assert warning.filename == __file__
             assert (box, out, gathered) == ([rank, "own"], [None], [None, None])
         else:
             with warnings.catch_warnings():
@@ -172,8 +173,9 @@ def test_lists_go_from_rank_to_rank() -> None:
     if rank:
         dist_objects.send_object_list(sample(rank), 0, use_batch=True)
         objcomm.send("the program's own", 0)
-        dist_objects.send_object_list(iter_free := ["only one"], group_dst=0, device=None)
-        assert iter_free == ["only one"]
+        sent = ["only one"]
+        dist_objects.send_object_list(sent, group_dst=0, device=None)
+        assert sent == ["only one"]
         dist_objects.send_object_list(["two", "objects"], 0)
         with pytest.raises(CollectiveError, match=r"send_object_list failed on rank .*obj\[0\]"):
             dist_objects.send_object_list([BAD], 0)
@@ -216,12 +218,7 @@ def test_threads_need_no_lane() -> None:
             if step % 2 == turn:
                 collect(name)
 
-    threads = [
-        threading.Thread(target=work, args=each, daemon=True)
-        for each in (("first", 0), ("second", 1))
-    ]
-    for thread in threads:
-        thread.start()
+    threads = [in_thread(partial(work, *each)) for each in (("first", 0), ("second", 1))]
     for _ in range(20):  # meanwhile the main thread calls at any time
         collect("main")
         with objcomm.lane("a lane"):
@@ -243,22 +240,20 @@ def test_calls_are_recorded_under_torchs_names() -> None:
     else:
         dist_objects.recv_object_list([None], 1)
     p2p = "send_object_list" if here().rank else "recv_object_list"
-    counts = {name: figures.calls for name, figures in objcomm.stats().items()}
+    counts = {name: each.calls for name, each in objcomm.stats().items()}
     assert counts == {"all_gather_object": 1, "broadcast_object_list": 1, p2p: 1}
 
 
 @ranks(2)
-def test_another_default_codec_is_not_for_torchs_calls() -> None:
-    objcomm.configure(codec="msgpack")
-    try:
-        box: list[Any] = [{1, 2} if here().rank == 0 else None, slice(3)]
+def test_the_default_codec_does_not_apply_to_torchs_calls() -> None:
+    box: list[Any] = [{1, 2} if here().rank == 0 else None, slice(3)]
+    with objcomm.configure(codec="msgpack"):
         dist_objects.broadcast_object_list(box)
-        assert box == [{1, 2}, slice(3)]
-    finally:
-        objcomm.configure(codec="pickle")
+    assert box == [{1, 2}, slice(3)]
 
 
-def serve_one() -> None:
+@solo()
+def test_one_process_needs_no_torch_distributed() -> None:
     box: list[Any] = [{"a": 1}, 2]
     dist_objects.broadcast_object_list(box)
     gathered: list[Any] = [None]
@@ -274,8 +269,3 @@ def serve_one() -> None:
     assert "obj['cb']" in str(caught.value)
     with pytest.raises(UsageError):
         dist_objects.recv_object_list([None])
-
-
-@solo()
-def test_without_torch_distributed_they_serve_a_world_of_one() -> None:
-    serve_one()
