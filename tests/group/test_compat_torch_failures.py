@@ -4,6 +4,7 @@ import fractions
 import pickle
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import CollectiveError, DesyncError, ForbiddenTypeError, ObjcommError, UsageError
 from objcomm.compat import torch as dist_objects
-from tests.group.helpers import assert_group_works, hear, say
+from tests.group.helpers import assert_group_works, error_in, hear, say
 from tests.ranks import ranks, solo
 from tests.workers import here
 
@@ -21,8 +22,15 @@ Action = Callable[[], object]
 BAD: Any = threading.Lock()  # no codec accepts it
 
 
+def fails_on(rank: int, call: Action, text: str) -> Any:
+    """The error of a call that must fail because of one rank."""
+    error = error_in(CollectiveError, call, text)
+    assert set(error.failures) == {rank}
+    return error
+
+
 @ranks(2)
-def test_a_receiver_alone_decides_what_it_admits_of_a_list() -> None:
+def test_only_the_receiver_decides_what_it_accepts_in_a_list() -> None:
     if here().rank == 0:
         dist_objects.send_object_list([fractions.Fraction(1, 3)], dst=1)
     else:
@@ -38,23 +46,21 @@ def test_a_wrong_argument_is_refused_before_any_traffic() -> None:
     box: list[Any] = [None, None, None]
     peer = 1 if here().rank == 0 else 0
     no_group: Any = "world"
+    group_is_text = "all_gather_object: group='world' must"
     refused: list[tuple[Action, str]] = [
         (lambda: dist_objects.broadcast_object_list(box, 0, group_src=0), "were both given"),
         (lambda: dist_objects.broadcast_object_list(box, 7), "src=7 is not in"),
         (lambda: dist_objects.gather_object(1, box, 0, group_dst=0), "were both given"),
         (lambda: dist_objects.scatter_object_list(box, box, group_src=3), "group_src=3 is not in"),
-        (
-            lambda: dist_objects.all_gather_object(box, 1, group=no_group),
-            "all_gather_object: group='world' must",
-        ),
+        (lambda: dist_objects.all_gather_object(box, 1, group=no_group), group_is_text),
         (lambda: dist_objects.send_object_list(box), "pass dst= or group_dst="),
         (lambda: dist_objects.send_object_list(box, here().rank), "this rank itself"),
         (lambda: dist_objects.send_object_list(5, peer), "give a list"),  # type: ignore[arg-type]  # wrong on purpose
         (lambda: dist_objects.recv_object_list(box, here().rank), "this rank itself"),
         (lambda: dist_objects.recv_object_list(None, peer), "give a list"),  # type: ignore[arg-type]  # wrong on purpose
     ]
-    for faulty, says in refused:
-        with pytest.raises(ValueError, match=says):  # torch raises ValueErrors for most of these
+    for faulty, text in refused:
+        with pytest.raises(ValueError, match=text):  # torch raises ValueErrors for most of these
             faulty()
     assert box == [None, None, None]
     assert_group_works()
@@ -130,15 +136,12 @@ def test_every_rank_can_catch_torchs_class_and_finds_the_cause() -> None:
         (RuntimeError, "a list of 2", lambda: dist_objects.scatter_object_list(out, full[:2], 2)),
         (TypeError, "not a int", lambda: dist_objects.scatter_object_list(out, five, 2)),
     ]
-    for kind, says, call in wrong:
-        with pytest.raises(kind, match="failed on rank 2") as caught:
-            call()
-        error: Any = caught.value
-        assert isinstance(error, CollectiveError)
-        assert set(error.failures) == {2}
+    for kind, text, call in wrong:
+        error = fails_on(2, call, "failed on rank 2")
+        assert isinstance(error, kind)
         assert isinstance(error.__cause__, UsageError)
         assert isinstance(error.__cause__, kind)
-        assert says in str(error.__cause__)
+        assert text in str(error.__cause__)
         # The error has only torch's class; a further one could select another except clause.
         others = {ValueError, TypeError, IndexError, RuntimeError} - {kind}
         assert not any(isinstance(error, each) for each in others)
@@ -149,7 +152,7 @@ def test_every_rank_can_catch_torchs_class_and_finds_the_cause() -> None:
 
 
 @ranks(3)
-def test_what_only_some_ranks_hear_of_they_can_catch_as_torchs_class() -> None:
+def test_an_error_on_some_ranks_has_torchs_class_there() -> None:
     rank = here().rank
     lists: list[tuple[type[Exception], Any]] = [
         (IndexError, [None]),
@@ -159,25 +162,23 @@ def test_what_only_some_ranks_hear_of_they_can_catch_as_torchs_class() -> None:
     ]
     for kind, given in lists:
         if rank == 1:
-            with pytest.raises(kind) as caught:
-                dist_objects.gather_object(rank, given, dst=1)
-            assert isinstance(caught.value, CollectiveError)
+            error = error_in(kind, partial(dist_objects.gather_object, rank, given, dst=1))
+            assert isinstance(error, CollectiveError)
         else:
             dist_objects.gather_object(rank, dst=1)
     # A list on the wrong rank raises on the destination too, with the same class.
     if rank == 0:
         dist_objects.gather_object(rank, dst=1)
     else:
-        with pytest.raises(ValueError, match="only the destination") as caught:
-            dist_objects.gather_object(rank, [None] * 3, dst=1)
-        assert isinstance(caught.value.__cause__, UsageError)
+        gather = partial(dist_objects.gather_object, rank, [None] * 3, dst=1)
+        error = error_in(ValueError, gather, "only the destination")
+        assert isinstance(error.__cause__, UsageError)
     # Only a receiver can detect these.
     boxes: list[tuple[type[Exception], Any]] = [(RuntimeError, [None]), (TypeError, (1, 2))]
     for kind, box in boxes:
         if rank == 2:
-            with pytest.raises(kind, match="sent 2 objects") as caught:
-                dist_objects.broadcast_object_list(box, 1)
-            assert isinstance(caught.value, UsageError)
+            call = partial(dist_objects.broadcast_object_list, box, 1)
+            assert isinstance(error_in(kind, call, "sent 2 objects"), UsageError)
         else:
             dist_objects.broadcast_object_list([1, 2], 1)
     assert_group_works()
@@ -190,13 +191,12 @@ def test_an_unusable_list_raises_on_every_rank_that_waits_for_it() -> None:
     short: Any = [None] * last if rank == last else [None] * size
     lists: list[Any] = [short, None if rank == last else [None] * size]
     for given in lists:
-        with pytest.raises(CollectiveError, match="all_gather_object failed on rank") as caught:
-            dist_objects.all_gather_object(given, rank)
-        assert set(caught.value.failures) == {last}
+        call = partial(dist_objects.all_gather_object, given, rank)
+        fails_on(last, call, "all_gather_object failed on rank")
         assert given is None or given == [None] * len(given)
-    with pytest.raises(CollectiveError, match="broadcast_object_list failed on rank") as caught:
-        dist_objects.broadcast_object_list(None if rank == last else [0], src=last)  # type: ignore[arg-type]  # wrong on purpose
-    assert set(caught.value.failures) == {last}
+    box: Any = None if rank == last else [0]
+    broadcast = partial(dist_objects.broadcast_object_list, box, src=last)
+    fails_on(last, broadcast, "broadcast_object_list failed on rank")
     for inputs, out in (([1] * (size + 1), [0]), (None, [0]), ([1] * size, [])):
         with pytest.raises(CollectiveError, match="scatter_object_list failed on rank"):
             dist_objects.scatter_object_list(out if rank == last else [0], inputs, src=last)
@@ -210,16 +210,15 @@ def test_an_unusable_list_raises_on_every_rank_that_waits_for_it() -> None:
 
 
 @ranks(3)
-def test_one_ranks_own_list_harms_no_other_rank() -> None:
+def test_a_wrong_list_on_one_rank_harms_no_other() -> None:
     rank = here().rank
     # A list on a rank that is not the destination raises there and on the destination.
     gathered: Any = [None] * 3 if rank < 2 else None
     if rank == 2:
         dist_objects.gather_object(rank, gathered, dst=0)
     else:
-        with pytest.raises(CollectiveError, match="only the destination") as caught:
-            dist_objects.gather_object(rank, gathered, dst=0)
-        assert set(caught.value.failures) == {1}
+        gather = partial(dist_objects.gather_object, rank, gathered, dst=0)
+        fails_on(1, gather, "only the destination")
     # A receiver cannot know in advance how many objects it will receive.
     box: Any = {0: [1, 2], 1: [None], 2: [None, None]}[rank]
     out: Any = [] if rank == 1 else [None]
@@ -236,7 +235,7 @@ def test_one_ranks_own_list_harms_no_other_rank() -> None:
 
 
 @ranks(3)
-def test_what_can_not_be_encoded_fails_alike_and_changes_no_list() -> None:
+def test_an_object_that_cannot_be_encoded_changes_no_list() -> None:
     rank = here().rank
     mine = [1, {"cb": BAD}] if rank == 1 else [1, 2]
     box, gathered, out = list(mine), [None] * 3, [None]
@@ -247,29 +246,25 @@ def test_what_can_not_be_encoded_fails_alike_and_changes_no_list() -> None:
         lambda: dist_objects.scatter_object_list(out, [mine, 1, 3], 1),
     ]
     for call in calls:
-        with pytest.raises(CollectiveError, match=r"obj\[1\]\['cb'\]") as caught:
-            call()
-        assert set(caught.value.failures) == {1}
-        assert caught.value.operation.endswith(("_object", "_object_list"))
+        error = fails_on(1, call, r"obj\[1\]\['cb'\]")
+        assert error.operation.endswith(("_object", "_object_list"))
     assert (box, gathered, out) == (mine, [None] * 3, [None])
     assert_group_works()
 
 
 @ranks(2)
-def test_ranks_in_different_calls_are_told_of_both() -> None:
+def test_an_error_of_ranks_in_different_calls_names_both() -> None:
     if here().rank == 0:  # it has only sent, so it raises in its next call
         dist_objects.broadcast_object_list([{"lr": 0.1}])
-        hear("rank 1 was told")
+        hear("rank 1 has raised")
         with pytest.raises(DesyncError):
             objcomm.barrier()
     else:
         with pytest.raises(DesyncError) as caught:
             dist_objects.all_gather_object([None, None], "ready")
-        assert [caught.value.positions[rank].operation for rank in (0, 1)] == [
-            "broadcast",
-            "all_gather",
-        ]
-        say("rank 1 was told")
+        operations = [caught.value.positions[rank].operation for rank in (0, 1)]
+        assert operations == ["broadcast", "all_gather"]
+        say("rank 1 has raised")
     assert_group_works()
 
 
@@ -288,11 +283,9 @@ def test_torchs_calls_and_objcomms_own_do_not_pair() -> None:
 @ranks(3)
 def test_in_a_main_only_region_a_broadcast_is_local_and_the_rest_refused() -> None:
     def on_main() -> list[Any]:
-        boxes = []
-        for src in range(3):
-            box: list[Any] = [{"src": src}]
+        boxes: list[Any] = [[{"src": src}] for src in range(3)]
+        for src, box in enumerate(boxes):
             dist_objects.broadcast_object_list(box, src)
-            boxes.append(box)
         refused: list[Action] = [
             lambda: dist_objects.all_gather_object([None] * 3, 1),
             lambda: dist_objects.gather_object(1, [None] * 3),
@@ -308,7 +301,7 @@ def test_in_a_main_only_region_a_broadcast_is_local_and_the_rest_refused() -> No
 
 
 @solo(environment={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
-def test_a_world_that_the_environment_promises_must_be_initialised() -> None:
+def test_a_world_that_the_environment_promises_must_be_initialized() -> None:
     calls: list[Action] = [
         lambda: dist_objects.all_gather_object([None, None], 1),
         lambda: dist_objects.send_object_list([1], 1),
