@@ -2,16 +2,16 @@
 
 import itertools
 import threading
+from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 import objcomm
 from objcomm import CollectiveError, TransportTimeout
 from objcomm._failures import inquiry
-from tests.group.helpers import assert_group_works, hear, say, tell_all
+from tests.group.helpers import assert_group_works, error_in, hear, say, tell_all
 from tests.group.watched import patiently
 from tests.ranks import ranks
 from tests.same import assert_same
@@ -25,20 +25,17 @@ def join(left: Any, right: Any) -> Any:
 def test_every_operation_works_on_nine_ranks_and_its_failures_reach_the_leaves() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     for nbytes in (10, 40_000, 1_000_000):
+        chunks = [bytes([i]) * nbytes for i in range(size)]
+        mine, joined = chunks[rank], b"".join(chunks)
         for root in (0, 4, 8):
-            mine = bytes([rank]) * nbytes
             assert objcomm.broadcast(mine, src=root) == bytes([root]) * nbytes
-            gathered = objcomm.gather(mine, dst=root)
-            assert gathered in (None, [bytes([i]) * nbytes for i in range(size)])
-            chunks = [bytes([i]) * nbytes for i in range(size)]
+            assert objcomm.gather(mine, dst=root) in (None, chunks)
             assert objcomm.scatter(chunks if rank == root else None, src=root) == mine
-            joined = b"".join(bytes([i]) * nbytes for i in range(size))
             assert objcomm.reduce(mine, join, dst=root) in (None, joined)
         assert objcomm.all_reduce(mine, join) == joined
         assert objcomm.all_gather(mine) == chunks
-        assert objcomm.all_to_all([bytes([rank, i]) for i in range(size)]) == [
-            bytes([i, rank]) for i in range(size)
-        ]
+        arrived = objcomm.all_to_all([bytes([rank, i]) for i in range(size)])
+        assert arrived == [bytes([i, rank]) for i in range(size)]
         assert objcomm.scan(mine, join) == joined[: (rank + 1) * nbytes]
         before = objcomm.exscan(mine, join)
         assert before == (joined[: rank * nbytes] if rank else None)
@@ -55,16 +52,13 @@ def test_every_operation_works_on_nine_ranks_and_its_failures_reach_the_leaves()
 def check_that_failures_reach_the_leaves() -> None:
     for failing in (0, 5, 8):
         mine = threading.Lock() if objcomm.rank() == failing else "fine"
-        with pytest.raises(CollectiveError) as caught:
-            objcomm.broadcast(mine, src=failing)
-        assert list(caught.value.failures) == [failing]
-        with pytest.raises(CollectiveError) as caught:
-            objcomm.all_reduce(mine, lambda a, _: a)
-        assert list(caught.value.failures) == [failing]
-    with pytest.raises(CollectiveError) as caught:
-        objcomm.all_gather(threading.Lock())
-    assert list(caught.value.failures) == list(range(9))
-    assert str(caught.value).startswith("all_gather failed on ranks 0-8: objcomm.EncodeError: ")
+        error = error_in(CollectiveError, partial(objcomm.broadcast, mine, src=failing))
+        assert list(error.failures) == [failing]
+        error = error_in(CollectiveError, partial(objcomm.all_reduce, mine, join))
+        assert list(error.failures) == [failing]
+    error = error_in(CollectiveError, lambda: objcomm.all_gather(threading.Lock()))
+    assert list(error.failures) == list(range(9))
+    assert str(error).startswith("all_gather failed on ranks 0-8: objcomm.EncodeError: ")
     assert_group_works()
 
 
@@ -80,13 +74,8 @@ def check_that_a_limit_names_who_is_missing() -> None:
         ask(*given)
 
     if objcomm.rank() != 7:
-        with (
-            patiently(),
-            mock.patch.object(inquiry, "expire", ask_when_all_wait),
-            pytest.raises(TransportTimeout) as caught,
-        ):
-            objcomm.barrier("the last", timeout=1)
-        error = caught.value
+        with patiently(), mock.patch.object(inquiry, "expire", ask_when_all_wait):
+            error = error_in(TransportTimeout, lambda: objcomm.barrier("the last", timeout=1))
         assert (error.missing, error.silent) == ((7,), ())
         assert sorted(error.positions) == list(range(9))
         assert "; ranks 0-6, 8 are in barrier 'the last' (call " in str(error)
@@ -103,7 +92,7 @@ def test_five_ranks_scan_exchange_and_scatter() -> None:
         arrived = [bytes([peer, rank]) * nbytes for peer in range(size)]
         assert objcomm.all_to_all(given) == arrived
         assert objcomm.reduce_scatter(given, join) == b"".join(arrived)
-        wanted = list(itertools.accumulate(bytes([65 + i]) * nbytes for i in range(size)))
-        mine = bytes([65 + rank]) * nbytes
-        assert objcomm.scan(mine, join) == wanted[rank]
-        assert objcomm.exscan(mine, join) == ([None, *wanted])[rank]
+        chunks = [bytes([65 + i]) * nbytes for i in range(size)]
+        wanted = [None, *itertools.accumulate(chunks)]
+        assert objcomm.scan(chunks[rank], join) == wanted[rank + 1]
+        assert objcomm.exscan(chunks[rank], join) == wanted[rank]
