@@ -16,7 +16,7 @@ import objcomm
 from objcomm import CollectiveError, UsageError
 from objcomm.compat import torch as dist_objects
 from objcomm.compat.torch import patch
-from tests.group.helpers import assert_group_works, subgroup
+from tests.group.helpers import assert_group_works, error_in, in_thread, subgroup
 from tests.ranks import ranks, solo
 from tests.workers import here
 
@@ -78,16 +78,14 @@ def test_torchs_functions_come_back_with_the_last_patch_and_after_an_error() -> 
     assert are_torchs()
     # Patched by one thread, undone by another.
     held: list[Any] = []
-    thread = threading.Thread(target=lambda: held.append(patch()))
-    thread.start()
-    thread.join()
+    in_thread(lambda: held.append(patch())).join()
     assert not are_torchs()
     held[0].undo()
     assert are_torchs()
 
 
 @ranks(2)
-def test_what_calls_torch_by_any_modules_name_calls_objcomm_and_nothing_else_does() -> None:
+def test_only_calls_by_a_modules_name_are_replaced() -> None:
     assert not gathered_by(dist.all_gather_object)
     assert not gathered_by(imported_before)
     local = imported_before
@@ -121,7 +119,7 @@ def test_what_calls_torch_by_any_modules_name_calls_objcomm_and_nothing_else_doe
 
 
 @ranks(4)
-def test_every_function_is_reached_with_its_arguments_in_any_form() -> None:
+def test_every_function_accepts_its_arguments_in_any_form() -> None:
     rank = here().rank
     objcomm.reset_stats()
     with patch(), subgroup(1, 3) as group:
@@ -159,14 +157,14 @@ def test_a_failure_reaches_all_ranks_under_the_patch() -> None:
 
 
 @solo()
-def test_where_objcomm_can_not_serve_torchs_functions_do() -> None:
+def test_groups_that_objcomm_cannot_use_are_left_to_torch() -> None:
     monkeypatch = pytest.MonkeyPatch()  # the process ends with the test
     from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: PLC0415  # slow
 
     with patch():
         boxes: list[Any] = [None]
-        dist.all_gather_object(boxes, "nothing is initialised")
-        assert (boxes, calls()) == (["nothing is initialised"], 1)
+        dist.all_gather_object(boxes, "nothing is initialized")
+        assert (boxes, calls()) == (["nothing is initialized"], 1)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
         boxes = [None, None]
         dist.all_gather_object(boxes, "by torch")
@@ -195,7 +193,7 @@ def test_a_group_that_torch_made_for_itself_needs_no_world() -> None:
 
 
 @ranks(1, 2)
-def test_a_group_that_torch_made_for_itself_is_torchs_beside_a_world() -> None:
+def test_a_group_that_torch_made_for_itself_is_left_to_torch() -> None:
     rank, size = here().rank, here().world_size
     store = dist.PrefixStore("torch's own", here().store("own"))
     groups: list[Any] = [
@@ -220,11 +218,8 @@ def test_a_group_that_torch_made_for_itself_is_torchs_beside_a_world() -> None:
 @ranks(2)
 def test_torch_refuses_what_is_not_a_group() -> None:
     given: Any = "a group"
-    with (
-        patch(),
-        pytest.warns(UserWarning, match="as a ProcessGroup"),
-        pytest.raises(ValueError, match="a group") as caught,
-    ):
-        dist.all_gather_object([None, None], 1, group=given)
-    assert not isinstance(caught.value, UsageError)
+    boxes = [None, None]
+    with patch(), pytest.warns(UserWarning, match="as a ProcessGroup"):
+        error = error_in(ValueError, lambda: dist.all_gather_object(boxes, 1, given), "a group")
+    assert not isinstance(error, UsageError)
     assert_group_works()
