@@ -12,7 +12,7 @@ import pytest
 import objcomm
 from objcomm._failures import mesh
 from objcomm.errors import DesyncError, TransportError
-from tests.group.helpers import assert_group_works, exit_at_once, subgroup, tell_all
+from tests.group.helpers import assert_group_works, error_in, exit_at_once, subgroup, tell_all
 from tests.group.logs import collected
 from tests.ranks import ranks, solo
 from tests.waits import PATIENCE_S, wait_until
@@ -27,7 +27,7 @@ def no_report() -> Any:
 
 
 @ranks(3, disposable=True)
-def test_a_program_that_configures_nothing_sees_nothing_while_all_goes_well() -> None:
+def test_a_program_that_configures_no_logging_sees_nothing() -> None:
     with no_report(), contextlib.redirect_stderr(io.StringIO()) as shown:
         assert_group_works()
         with subgroup(0, 1) as group:
@@ -39,16 +39,16 @@ def test_a_program_that_configures_nothing_sees_nothing_while_all_goes_well() ->
 
 
 @ranks(3, disposable=True)
-def test_records_say_rank_world_size_and_group() -> None:
+def test_records_have_rank_world_size_and_group() -> None:
     with no_report(), collected() as handler:
         assert_group_works()
         with subgroup(1, 2) as group:
             if here().rank:
                 assert_group_works(group)
-    world, *others = [each for each in handler.records if "connected" in each.msg]
     for record in handler.records:
         assert (record.name, record.levelno) == ("objcomm", logging.DEBUG)
         assert (vars(record)["rank"], vars(record)["world_size"]) == (here().rank, 3)
+    world, *others = [each for each in handler.records if "connected" in each.msg]
     assert "3 ranks connected over Unix sockets, on 1 host(s)" in world.getMessage()
     assert world.module == "mesh"
     assert len(others) == (here().rank > 0)
@@ -58,7 +58,7 @@ def test_records_say_rank_world_size_and_group() -> None:
 
 
 @ranks(2)
-def test_a_formatter_may_name_them() -> None:
+def test_a_formatter_may_show_them() -> None:
     with io.StringIO() as stream:
         handler, logger = logging.StreamHandler(stream), logging.getLogger("objcomm")
         handler.setFormatter(logging.Formatter(FORMAT))
@@ -84,7 +84,7 @@ def test_a_formatter_may_name_them() -> None:
 
 
 @ranks(2)
-def test_the_end_of_connections_is_logged_and_what_follows_from_it() -> None:
+def test_the_end_of_connections_is_logged_with_its_consequence() -> None:
     objcomm.barrier()
     with collected(logging.INFO) as handler:
         with pytest.raises(DesyncError):
@@ -110,22 +110,17 @@ def test_a_broken_group_is_logged_as_such() -> None:
 def test_a_written_record_is_logged(tmp_path: Path) -> None:
     objcomm.barrier()
     folder = tmp_path / "records"
-    with (
-        collected(logging.INFO) as handler,
-        objcomm.configure(record_folder=folder),
-        pytest.raises(DesyncError) as caught,
-    ):
-        objcomm.barrier("a" if here().rank else "b")
-    assert any(caught.value.recorded in text for text in handler.texts(logging.INFO))
+    with collected(logging.INFO) as handler, objcomm.configure(record_folder=folder):
+        error = error_in(DesyncError, lambda: objcomm.barrier("a" if here().rank else "b"))
+    assert any(error.recorded in text for text in handler.texts(logging.INFO))
 
 
 @ranks(2)
-def test_split_says_what_it_makes() -> None:
+def test_split_logs_what_it_makes() -> None:
     with collected() as handler:
         objcomm.split(0)
-    made = [each for each in handler.records if each.getMessage().startswith("split makes")]
-    assert len(made) == 1
-    assert made[0].getMessage().endswith("of ranks [0, 1]")
+    (text,) = [each for each in handler.told if each.startswith("split makes")]
+    assert text.endswith("of ranks [0, 1]")
 
 
 @ranks(2)
@@ -143,12 +138,12 @@ def test_a_filter_that_raises_harms_no_call() -> None:
         finally:
             logging.getLogger("objcomm").removeFilter(refuse)
     assert any("2 ranks connected" in text for text in asked)
-    told = [each for each in handler.records if vars(each).get("group") == group.group_name]
-    assert not any("connected" in each.msg for each in told)
+    of_group = [each for each in handler.records if vars(each).get("group") == group.group_name]
+    assert not any("connected" in each.msg for each in of_group)
 
 
 @solo()
-def test_without_other_ranks_it_is_rank_0_of_1() -> None:
+def test_without_other_ranks_records_are_of_rank_0_of_1() -> None:
     with collected() as handler:
         objcomm.init()
     (record,) = handler.records
