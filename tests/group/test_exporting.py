@@ -1,7 +1,6 @@
 """The counters exported to Prometheus and TensorBoard, read back by their own parsers."""
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -14,7 +13,7 @@ import objcomm
 from objcomm._observe.recorder import Recorder
 from objcomm.errors import UsageError
 from tests.cases import case
-from tests.group.helpers import subgroup
+from tests.group.helpers import hear, in_thread, say, subgroup
 from tests.ranks import ranks, solo
 from tests.workers import here
 
@@ -83,7 +82,7 @@ def test_prometheus_reads_labels_of_any_content() -> None:
     assert found["objcomm_sent_bytes"] == {key: 2.0**60}
 
 
-def test_groups_of_one_name_make_one_sample() -> None:
+def test_groups_with_the_same_name_share_a_sample() -> None:
     recorders = [Recorder(), Recorder()]
     for recorder in recorders:
         recorder.name = "0"
@@ -93,11 +92,10 @@ def test_groups_of_one_name_make_one_sample() -> None:
     assert [found[metric]["b", "0", "0"] for metric in FIELDS] == [2, 2, 10, 12, 1.0]
 
 
-def test_nothing_counted_is_text_without_samples() -> None:
+def test_without_counts_there_are_no_samples() -> None:
     with only(Recorder()):
-        assert all(
-            samples == {} for samples in parsed(objcomm.exporters.stats_to_prometheus()).values()
-        )
+        samples = parsed(objcomm.exporters.stats_to_prometheus())
+    assert samples == {name: {} for name in FIELDS}
 
 
 def test_a_label_that_prometheus_would_refuse_is_refused() -> None:
@@ -113,17 +111,13 @@ def test_counters_may_be_read_while_a_call_waits() -> None:
     if here().rank == 0:
         work = objcomm.all_gather("x", async_op=True)
         texts: list[str] = []
-        thread = threading.Thread(
-            target=lambda: texts.append(objcomm.exporters.stats_to_prometheus())
-        )
-        thread.start()
-        thread.join()
+        in_thread(lambda: texts.append(objcomm.exporters.stats_to_prometheus())).join()
         assert not work.done()
         assert key_of("all_gather") not in parsed(texts[0])["objcomm_calls"]
-        here().store("exporting").set("read", "")
+        say("the counters were read")
         work.wait()
     else:
-        here().store("exporting").get("read")
+        hear("the counters were read")
         objcomm.all_gather("y")
 
 
@@ -139,7 +133,7 @@ class Scalars:
 
 
 @ranks(1, 2)
-def test_a_writer_gets_each_figure_once() -> None:
+def test_a_writer_receives_each_figure_once() -> None:
     objcomm.reset_stats()
     objcomm.broadcast("x")
     objcomm.barrier()
@@ -155,7 +149,7 @@ def test_a_writer_gets_each_figure_once() -> None:
 
 
 @solo()
-def test_tensorboard_keeps_what_it_is_given(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_figures_back(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import (  # noqa: PLC0415  # takes seconds
         EventAccumulator,
     )
