@@ -23,7 +23,7 @@ HERE = Path(__file__).name
 
 
 @ranks(3)
-def test_the_lowest_rank_that_waits_says_for_whom_and_the_call_completes() -> None:
+def test_the_lowest_waiting_rank_reports_what_it_waits_for_and_the_call_completes() -> None:
     own = rf"rank 0 is in all_gather \(call \d+\) at .*{HERE}:\d+ for ([\d.]+) s and waits: "
     other = (
         r"rank 1 is in no call, now at .*helpers\.py:\d+ in hear( \(seen there for [\d.]+ s\))?; "
@@ -71,12 +71,12 @@ def test_messages_and_works_are_reported_as_well() -> None:
         objcomm.barrier()
         if here().rank == 0:
 
-            def is_told() -> bool:
-                told = "\n".join(texts)
-                return "rank 0 is in recv" in told and "rank 0 is in all_gather" in told
+            def has_both() -> bool:
+                reports = "\n".join(texts)
+                return "rank 0 is in recv" in reports and "rank 0 is in all_gather" in reports
 
             work = objcomm.all_gather("x", async_op=True)
-            told_when(is_told, "reported")
+            told_when(has_both, "reported")
             assert objcomm.recv(1) == "hello"
             work.wait()
         else:
@@ -110,21 +110,21 @@ def test_a_store_that_does_not_answer_delays_no_report() -> None:
 
 
 @ranks(2)
-def test_a_first_call_soon_says_whom_it_waits_for_and_in_which_operation() -> None:
+def test_a_first_call_soon_reports_its_operation_and_the_rank_it_waits_for() -> None:
     objcomm.barrier()  # only ranks that have used objcomm answer
     group = dist.new_group([0, 1])
     if here().rank == 0:
         with mock.patch.object(mesh, "_REPORT_SECONDS", 0.1), logged() as texts, patiently():
-            told_when(lambda: texts, "it was told")
+            told_when(lambda: texts, "it was reported")
             objcomm.gather("a", group=group)
         assert re.match(r"rank 0 is in gather \(call 0\) at .* and waits: rank 1", texts[0]), texts
     else:
-        hear("it was told")
+        hear("it was reported")
         objcomm.gather("b", group=group)
 
 
 @ranks(2)
-def test_nothing_is_reported_where_nobody_asked_for_it() -> None:
+def test_nothing_is_reported_if_reports_are_off() -> None:
     with logged() as texts, objcomm.configure(report_after=float("inf")):
         if here().rank == 1:
             hear("rank 0 has looked")
@@ -135,7 +135,7 @@ def test_nothing_is_reported_where_nobody_asked_for_it() -> None:
 
 @pytest.mark.parametrize("option", ["report_after", "lost_after"])
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
-def test_a_time_that_is_none_is_refused(option: str, seconds: float) -> None:
+def test_an_invalid_time_is_refused(option: str, seconds: float) -> None:
     options: dict[str, Any] = {option: seconds}
     with pytest.raises(objcomm.UsageError, match=option):
         objcomm.configure(**options)
