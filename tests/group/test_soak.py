@@ -26,20 +26,14 @@ LINKS = pytest.mark.parametrize("environment", [{}, OVER_GLOO], ids=["one host's
 
 
 def test_two_threads_may_be_the_first_to_use_two_groups() -> None:
-    outcome = launch.run_on_ranks(2, "first_uses.first_uses", {"count": 20}, seconds=_LIMIT_SECONDS)
-    assert not outcome.failures, _texts(outcome)
+    _run(2, "first_uses.first_uses", {"count": 20})
 
 
 @pytest.mark.lasting
 @LINKS
-def test_random_operations_give_what_the_model_says_and_leave_nothing_behind(
-    environment: dict[str, str],
-) -> None:
+def test_random_operations_match_the_model_and_leave_nothing(environment: dict[str, str]) -> None:
     given = {"seed": 1, "turns": _TURNS, "checkpoint": _TURNS_BETWEEN}
-    outcome = launch.run_on_ranks(
-        4, "run.soak", given, seconds=_LIMIT_SECONDS, environment=environment
-    )
-    assert not outcome.failures, _texts(outcome)
+    outcome = _run(4, "run.soak", given, environment)
     last = outcome.figures[0][-1]
     assert last.turns > 1000
     assert last.errors > 100
@@ -49,20 +43,21 @@ def test_random_operations_give_what_the_model_says_and_leave_nothing_behind(
 
 
 @LINKS
-def test_every_one_of_many_broadcasts_arrives_and_leaves_nothing_behind(
-    environment: dict[str, str],
-) -> None:
-    given = {"count": _BROADCASTS}
-    outcome = launch.run_on_ranks(
-        2, "broadcasts.broadcasts", given, seconds=_LIMIT_SECONDS, environment=environment
-    )
-    assert not outcome.failures, _texts(outcome)
+def test_many_broadcasts_arrive_and_leave_nothing(environment: dict[str, str]) -> None:
+    outcome = _run(2, "broadcasts.broadcasts", {"count": _BROADCASTS}, environment)
     assert outcome.figures[0][-1].turns == _BROADCASTS
     assert not _grown(outcome, _WARM_UP)
 
 
-def _texts(outcome: launch.Outcome) -> str:
-    return "\n".join(f"rank {each.rank} {each.outcome}:\n{each.text}" for each in outcome.failures)
+def _run(
+    world_size: int, function: str, given: dict[str, int], environment: dict[str, str] | None = None
+) -> launch.Outcome:
+    outcome = launch.run_on_ranks(
+        world_size, function, given, seconds=_LIMIT_SECONDS, environment=environment
+    )
+    texts = [f"rank {each.rank} {each.outcome}:\n{each.text}" for each in outcome.failures]
+    assert not texts, "\n".join(texts)
+    return outcome
 
 
 def _grown(outcome: launch.Outcome, warm_up: int) -> list[str]:
