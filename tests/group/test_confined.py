@@ -57,7 +57,7 @@ def test_a_rank_may_have_no_descriptor_left(rank: int) -> None:
 
 @pytest.mark.parametrize("left", [0, 4])
 @ranks(2, joined=False)
-def test_who_can_open_too_few_descriptors_is_named_and_a_new_group_works(left: int) -> None:
+def test_a_rank_that_can_open_too_few_descriptors_is_named_and_a_new_group_works(left: int) -> None:
     """Neither number is enough for a link; a few more would be. Torch's own files need some too."""
     with over_tcp():
         objcomm.barrier()
