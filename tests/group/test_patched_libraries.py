@@ -151,7 +151,7 @@ class FailingPlanner(checkpoint.DefaultSavePlanner):
 
 
 @ranks(2)
-def test_a_checkpoint_fails_alike(tmp_path: Path) -> None:
+def test_a_failed_checkpoint_raises_the_same_error(tmp_path: Path) -> None:
     def run() -> list[str]:
         with pytest.raises(checkpoint.CheckpointException) as caught:
             checkpoint.save({"b": torch.ones(3)}, checkpoint_id=tmp_path, planner=FailingPlanner())
