@@ -1,5 +1,6 @@
 """Made-up positions of ranks, and what one rank finds out about its wait."""
 
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,9 +48,27 @@ def meeting(group: str, *, awaits: int, thread: int = MAIN) -> LaneWait:
     return LaneWait(group, "", 0, thread, thread, 0, -1, now, awaits, 0.0, 1.0, ())
 
 
-def conflict_of(ranks: dict[int, list[LaneWait]], start: int = 0) -> Deadlock | None:
-    """Return what rank ``start`` finds out about its first lane; ranks not listed are silent."""
-    known = {rank: WaitSnapshot(1, MAIN, tuple(lanes)) for rank, lanes in ranks.items()}
+def conflict_of(
+    ranks: dict[int, list[LaneWait]],
+    start: int = 0,
+    *,
+    threaded: Collection[int] | None = None,
+    reported: dict[int, Deadlock] | None = None,
+) -> Deadlock | None:
+    """Return what a rank finds out about its first lane; ranks not listed are silent.
+
+    Args:
+        ranks: the lanes of each rank.
+        start: the rank that searches.
+        threaded: ranks whose processes have several threads; all of them if None.
+        reported: by rank, a deadlock that it was part of and has published.
+    """
+    deadlocks = {rank: (deadlock,) for rank, deadlock in (reported or {}).items()}
+    singles = ranks.keys() - (ranks if threaded is None else threaded)
+    known = {
+        rank: WaitSnapshot(1, MAIN, tuple(lanes), deadlocks.get(rank, ()), rank in singles)
+        for rank, lanes in ranks.items()
+    }
     return find_deadlock(start, known[start], ranks[start][0], known.get)
 
 
@@ -75,17 +94,6 @@ def recv(mine: int, src: int, **fields: Any) -> LaneWait:
 
 def send(mine: int, dst: int, **fields: Any) -> LaneWait:
     return pair(mine, dst, waits=Operation.SEND, awaits=dst, **fields)
-
-
-def conflict_among(
-    ranks: dict[int, list[LaneWait]], start: int = 0, *, threaded: tuple[int, ...] = ()
-) -> Deadlock | None:
-    """Do the same as ``conflict_of``; each process not in ``threaded`` has a single thread."""
-    known = {
-        rank: WaitSnapshot(1, MAIN, tuple(lanes), is_single=rank not in threaded)
-        for rank, lanes in ranks.items()
-    }
-    return find_deadlock(start, known[start], ranks[start][0], known.get)
 
 
 def mesh_like(*ranks: int, others: tuple[int, ...] = (0,), **facts: Any) -> Any:
