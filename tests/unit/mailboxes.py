@@ -32,10 +32,14 @@ class Asked:
         )
 
     @property
-    def got(self) -> Any:
+    def arrived(self) -> Arrived:
         assert len(self.ends) == 1
         assert self.request.arrival is not None
-        return self.request.arrival.obj
+        return self.request.arrival
+
+    @property
+    def got(self) -> Any:
+        return self.arrived.obj
 
 
 def filled(*arrivals: Arrived) -> Mailbox:
