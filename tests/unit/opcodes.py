@@ -18,6 +18,17 @@ def named(module: str, name: str) -> bytes:
     return text(module) + text(name) + b"\x93"
 
 
+def called(module: str, name: str, *arguments: bytes) -> bytes:
+    """Opcodes of the result of a function that gets one, two or three arguments."""
+    tuple_of_all = bytes([0x84 + len(arguments)])
+    return named(module, name) + b"".join(arguments) + tuple_of_all + REDUCE
+
+
+def mapping(**members: bytes) -> bytes:
+    """Opcodes of a mapping with these members."""
+    return b"}(" + b"".join(text(key) + member for key, member in members.items()) + b"u"
+
+
 def number(value: int) -> bytes:
     """Opcodes of an integer."""
     raw = pickle.encode_long(value)

@@ -13,18 +13,7 @@ from objcomm import ForbiddenTypeError, WireError
 from objcomm._codecs import restricted
 from objcomm._codecs.pickle5 import PickleCodec
 from objcomm._wire.header import HEADER_NBYTES, VERSION
-from tests.unit.opcodes import (
-    BUILD,
-    EMPTY_DICT,
-    EMPTY_TUPLE,
-    NEWOBJ,
-    PROTO,
-    REDUCE,
-    SETITEM,
-    STOP,
-    named,
-    text,
-)
+from tests.unit.opcodes import BUILD, EMPTY_TUPLE, NEWOBJ, PROTO, REDUCE, STOP, mapping, named
 
 
 class Command:
@@ -44,7 +33,7 @@ def test_a_changed_byte_of_a_large_buffer_is_noticed(codec: str) -> None:
         objcomm.from_tensor(raw)
 
 
-def test_a_right_header_of_another_version_is_refused() -> None:
+def test_a_valid_header_of_another_version_is_refused() -> None:
     raw = bytearray(objcomm.to_tensor(1).numpy().tobytes())
     raw[4] = VERSION + 1
     end = HEADER_NBYTES - 4
@@ -61,20 +50,18 @@ def test_a_stream_calls_no_instance_of_an_admitted_class() -> None:
     assert Command.calls == 0
 
 
-def test_a_stream_gives_no_state_to_what_the_program_has_listed() -> None:
+def test_a_stream_gives_no_state_to_an_object_that_the_program_has_listed() -> None:
     listed = Command()
-    state = EMPTY_DICT + text("calls") + b"K\x07" + SETITEM
+    stream = PROTO + named(__name__, "listed") + mapping(calls=b"K\x07") + BUILD + STOP
     allow: dict[str, Any] = {f"{__name__}.listed": listed, f"{__name__}.Command": Command}
     with pytest.raises(ForbiddenTypeError, match="members are added to a Command"):
-        restricted.loads(
-            memoryview(PROTO + named(__name__, "listed") + state + BUILD + STOP), [], allow, 100
-        )
+        restricted.loads(memoryview(stream), [], allow, 100)
     assert not vars(listed)
 
 
 def test_a_stream_gives_no_state_to_an_array() -> None:
     encoded = PickleCodec().encode(np.arange(3))
-    stream = bytes(encoded.meta).removesuffix(STOP) + EMPTY_DICT + BUILD + STOP
+    stream = bytes(encoded.meta).removesuffix(STOP) + mapping() + BUILD + STOP
     owners = [buffer.flat for buffer in encoded.buffers]
     with pytest.raises(ForbiddenTypeError, match="a ndarray is given a state"):
         restricted.loads(memoryview(stream), owners, {}, 100)
