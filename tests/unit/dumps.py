@@ -37,8 +37,8 @@ def group(
     *entries: Raw, ranks: Sequence[int] = (0, 1, 2), name: str = "0", **fields: object
 ) -> Raw:
     """One group of a dump."""
-    told = {"name": name, "description": "", "ranks": list(ranks), "length": 256}
-    return told | {"entries": list(entries)} | fields
+    usual = {"name": name, "description": "", "ranks": list(ranks), "length": 256}
+    return usual | {"entries": list(entries)} | fields
 
 
 def raw_dump(rank: int, *groups: Raw, **fields: object) -> Raw:
@@ -61,9 +61,14 @@ def dump(rank: int, *groups: Raw, **fields: object) -> Dump:
     return parse(json.dumps(raw_dump(rank, *groups, **fields)), f"rank{rank}.json")
 
 
+def by_rank(*calls: Sequence[Raw]) -> list[Dump]:
+    """Dumps of ranks that made these calls, in one group."""
+    return [dump(rank, group(*each)) for rank, each in enumerate(calls)]
+
+
 def alike(*entries: Raw) -> list[Dump]:
     """Dumps of three ranks that made the same calls."""
-    return [dump(rank, group(*entries)) for rank in range(3)]
+    return by_rank(entries, entries, entries)
 
 
 def said(dumps: Sequence[Dump], last: int = 20) -> str:
