@@ -1,4 +1,4 @@
-"""What a monitor concludes from ranks' answers, and from what a stranger left in the store."""
+"""What a monitor concludes from ranks' answers, and from what an attacker left in the store."""
 
 import contextlib
 import json
@@ -51,8 +51,8 @@ def lane(**fields: Any) -> LaneWait:
 def answer(*lanes: LaneWait, **fields: Any) -> WaitSnapshot:
     """A snapshot of a rank with these lanes, in line 9."""
     running = (Running(MAIN, "train.py:9", "step", 0.5),)
-    told = WaitSnapshot(LATEST, MAIN, lanes, running=running, taken_at=10.0, calls=3)
-    return told._replace(**fields)
+    usual = WaitSnapshot(LATEST, MAIN, lanes, running=running, taken_at=10.0, calls=3)
+    return usual._replace(**fields)
 
 
 class Job:
@@ -79,36 +79,27 @@ class Job:
             return self.monitor.look()
 
 
+WAITING = ("waiting", "barrier", 3, 1, 2.5)
+IN_CALL = ("in call", "barrier", 3, -1, 2.5)
+COMPUTING = ("computing", "barrier", 3, -1, 2.5)
+BRIEFLY = ("computing", "barrier", 3, -1, 0.5)
+IDLE = lane(now=None, waits_for=-1, waiter=0)
+OTHERS = lane(thread=5, waiter=5)
 ANSWERS: dict[str, tuple[WaitSnapshot, tuple[Any, ...]]] = {
-    "a call that waits": (answer(lane()), ("waiting", "barrier", 3, 1, 2.5)),
-    "a call that encodes": (
-        answer(lane(now=None, waits_for=-1, waiter=0, is_inside=True)),
-        ("in call", "barrier", 3, -1, 2.5),
-    ),
-    "after a call": (
-        answer(lane(now=None, waits_for=-1, waiter=0)),
-        ("computing", "barrier", 3, -1, 2.5),
-    ),
-    "an outstanding asynchronous call": (
-        answer(lane(waiter=0)),
-        ("computing", "barrier", 3, -1, 2.5),
-    ),
-    "another thread waits, the main thread computes": (
-        answer(lane(thread=5, waiter=5), lane(now=None, waiter=0, seconds=0.5)),
-        ("computing", "barrier", 3, -1, 0.5),
-    ),
-    "only another thread uses objcomm": (
-        answer(lane(thread=5, waiter=5)),
-        ("waiting", "barrier", 3, 1, 2.5),
-    ),
+    "a call that waits": (answer(lane()), WAITING),
+    "a call that encodes": (answer(IDLE._replace(is_inside=True)), IN_CALL),
+    "after a call": (answer(IDLE), COMPUTING),
+    "an outstanding asynchronous call": (answer(lane(waiter=0)), COMPUTING),
+    "only another thread waits": (answer(OTHERS, IDLE._replace(waits_for=1, seconds=0.5)), BRIEFLY),
+    "only another thread uses objcomm": (answer(OTHERS), WAITING),
     "no call yet": (answer(), ("computing", "", -1, -1, 0.0)),
 }
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_row_shows_what_the_main_thread_does(name: str) -> None:
-    job, (told, wanted) = Job(), ANSWERS[name]
-    job.put("where/0", told)
+    job, (snapshot, wanted) = Job(), ANSWERS[name]
+    job.put("where/0", snapshot)
     row = job.look().ranks[0]
     assert (row.state, row.operation, row.call, row.awaits, row.seconds) == wanted
 
@@ -117,8 +108,8 @@ UNSOUND: dict[str, object] = {
     "no record": b"\xc1",
     "another record": Process.own(),
     "too long": bytes((4 << 20) + 1),
-    "an endless wait": answer(lane(seconds=math.inf)),
-    "a wait that is no number": answer(lane(seconds=math.nan)),
+    "an infinite wait": answer(lane(seconds=math.inf)),
+    "a wait that is not a number": answer(lane(seconds=math.nan)),
     "a time before all times": answer(taken_at=-math.inf),
     "a rank beyond the world": answer(lane(waits_for=2)),
     "fewer calls than none": answer(calls=-1),
@@ -126,10 +117,10 @@ UNSOUND: dict[str, object] = {
 }
 
 
-@pytest.mark.parametrize("name", UNSOUND)
-def test_what_no_rank_wrote_is_no_answer(name: str) -> None:
+@pytest.mark.parametrize("record", UNSOUND.values(), ids=UNSOUND)
+def test_a_record_that_no_rank_wrote_is_not_an_answer(record: object) -> None:
     job = Job()
-    job.put("where/0", UNSOUND[name])
+    job.put("where/0", record)
     job.put("where/1", answer())
     activity = job.look()
     assert [row.state for row in activity.ranks] == ["no answer", "computing"]
@@ -150,7 +141,7 @@ def test_no_text_of_the_store_controls_the_terminal() -> None:
     assert activity.ranks[0].group.isprintable()
 
 
-def test_rates_are_those_between_two_answers_by_the_ranks_own_clock() -> None:
+def test_rates_are_measured_between_two_answers_by_the_ranks_own_clock() -> None:
     job = Job()
     job.put("where/0", answer(sent_nbytes=100))
     first = job.look().ranks[0]
@@ -164,8 +155,8 @@ def test_rates_are_those_between_two_answers_by_the_ranks_own_clock() -> None:
     assert third.seconds > 0
 
 
-def test_answers_in_quick_succession_give_no_endless_rate() -> None:
-    """A stranger may have written them, and JSON has no infinity."""
+def test_answers_in_quick_succession_give_no_infinite_rate() -> None:
+    """An attacker may have written them, and JSON has no infinity."""
     job = Job()
     job.put("where/0", answer(taken_at=0.0))
     job.look()
@@ -185,7 +176,7 @@ CHAINS: dict[str, tuple[list[int], dict[int, int]]] = {
     "none waits": ([-1, -1], {}),
     "a chain": ([1, 2, -1], {2: 2}),
     "two wait for one": ([2, 2, -1], {2: 2}),
-    "a circle": ([1, 0], {}),
+    "a cycle": ([1, 0], {}),
     "one waits for any rank": ([1, -2], {}),
 }
 
@@ -204,16 +195,33 @@ def test_a_wait_counts_for_the_rank_at_the_end_of_its_chain(name: str) -> None:
     assert awaited([], 163.0) == {}  # more than a minute later
 
 
+@contextlib.contextmanager
+def serving(activity: Activity) -> Iterator[str]:
+    """Metrics as top serves them; gives the address that it prints."""
+    with contextlib.ExitStack() as leaving, mock.patch.object(top, "_say") as said:
+        top._export_at(0, leaving)(activity)  # noqa: SLF001  # as top does
+        yield str(said.call_args[0][0].split()[-1])
+
+
+def page_of(url: str) -> str:
+    with urlopen(url) as page:  # noqa: S310  # our own
+        return str(page.read().decode())
+
+
+def connected(url: str) -> socket.socket:
+    host, _, port = url.split("/")[2].rpartition(":")
+    return socket.create_connection((host, int(port)), PATIENCE_S)
+
+
 def test_prometheus_reads_what_ranks_do() -> None:
     rows = (
         RankActivity(0, "waiting", seconds=2.5, awaits=1, calls=7),
         RankActivity(1, "ended", awaited_seconds=1.5),
     )
-    with contextlib.ExitStack() as leaving, mock.patch.object(top, "_say") as told:
-        top._export_at(0, leaving)(Activity(0.0, rows, 1))  # noqa: SLF001  # as top does
-        with urlopen(told.call_args[0][0].split()[-1]) as page:  # noqa: S310  # our own
-            text = page.read().decode()
-    assert text == objcomm.exporters.activity_to_prometheus(Activity(0.0, rows, 1))
+    activity = Activity(0.0, rows, 1)
+    with serving(activity) as url:
+        text = page_of(url)
+    assert text == objcomm.exporters.activity_to_prometheus(activity)
     found = {
         (sample.name, sample.labels["rank"]): sample.value
         for family in text_string_to_metric_families(text)
@@ -226,31 +234,16 @@ def test_prometheus_reads_what_ranks_do() -> None:
     assert found["objcomm_rank_calls_total", "0"] == 7
 
 
-@contextlib.contextmanager
-def serving(rows: int = 1) -> Iterator[tuple[str, int]]:
-    """Metrics as top serves them; gives their address."""
-    ranks = tuple(RankActivity(rank, "waiting") for rank in range(rows))
-    with contextlib.ExitStack() as leaving, mock.patch.object(top, "_say") as told:
-        top._export_at(0, leaving)(Activity(0.0, ranks, 0))  # noqa: SLF001  # as top does
-        yield "127.0.0.1", int(told.call_args[0][0].rpartition(":")[2].partition("/")[0])
-
-
-def test_a_client_that_hangs_up_leaves_the_terminal_alone(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with serving(20_000) as address:
-        for request in (
-            b"GET /metrics HTTP/1.1\r\n\r\n",
-            b"GET /met",
-            b"\0\xff\r\n\r\n",
-            b"X / \r\n\r\n",
-        ):
-            client = socket.create_connection(address)
+def test_a_client_that_hangs_up_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    many = tuple(RankActivity(rank, "waiting") for rank in range(20_000))
+    requests = [b"GET /metrics HTTP/1.1\r\n\r\n", b"GET /met", b"\0\xff\r\n\r\n", b"X / \r\n\r\n"]
+    with serving(Activity(0.0, many, 0)) as url:
+        for request in requests:
+            client = connected(url)
             client.sendall(request)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.close()  # with a reset
-        with urlopen("http://{}:{}".format(*address)) as page:  # noqa: S310  # our own
-            assert page.read().count(b"\n") == 7 * 20_002
+        assert page_of(url).count("\n") == 7 * 20_002
         wait_until(
             lambda: not any("process_request" in each.name for each in threading.enumerate()),
             "all clients to be served",
@@ -260,12 +253,12 @@ def test_a_client_that_hangs_up_leaves_the_terminal_alone(
 
 def test_a_client_that_asks_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top, "_CLIENT_SECONDS", 0.1)
-    with serving() as address, socket.create_connection(address, timeout=PATIENCE_S) as client:
+    with serving(Activity(0.0, (), 0)) as url, connected(url) as client:
         assert client.recv(1) == b""
 
 
 @pytest.mark.parametrize(("slowest", "at"), [(1, 3), (5, 7), (6, 7), (40, 7)])
-def test_a_terminal_shows_what_it_has_room_for(slowest: int, at: int) -> None:
+def test_top_shows_as_many_ranks_as_the_terminal_has_room_for(slowest: int, at: int) -> None:
     rows = tuple(RankActivity(rank, "computing", line="x" * 300) for rank in range(50))
     activity = Activity(0.0, rows, slowest)
     lines = top._lines(activity, "here:1")  # noqa: SLF001  # what top prints
@@ -280,7 +273,7 @@ def test_a_terminal_shows_what_it_has_room_for(slowest: int, at: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_gives_the_terminal_back(number: signal.Signals) -> None:
+def test_top_restores_the_terminal_after_a_signal(number: signal.Signals) -> None:
     store = loopback_store()
     alive: Any = pack_record(Process.own()._replace(world_size=1))
     store.set("objcomm/process/0", alive)
@@ -301,7 +294,7 @@ def test_a_signal_gives_the_terminal_back(number: signal.Signals) -> None:
     assert shown.endswith(b"\x1b[?1049l")
 
 
-def test_noticeboards_are_found_by_their_prefixes() -> None:
+def test_noticeboards_are_found_by_the_prefixes_of_their_keys() -> None:
     keys = ["a/objcomm/process/0", "a/objcomm/process/12", "objcomm/process/1", "objcomm/asked"]
     keys += ["a/objcomm/process/x", "bobjcomm/process/1", "a/objcomm/process/99999999"]
     assert boards_in(keys) == {"a/": [0, 12], "": [1]}
@@ -333,15 +326,15 @@ WRONG: dict[str, tuple[list[str], str]] = {
 def test_a_wrong_argument_of_top_is_refused(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    arguments, said = WRONG[name]
     for variable in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(variable, raising=False)
-    arguments, said = WRONG[name]
     with pytest.raises(SystemExit, match="2"):
         main(["top", *arguments])
     assert said in capsys.readouterr().err
 
 
-def test_where_there_is_no_job_top_says_so(
+def test_top_says_that_there_is_no_job(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = loopback_store()
