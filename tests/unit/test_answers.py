@@ -18,20 +18,11 @@ def structure_of(obj: Any) -> Any:
     return structures.describe(obj, operator_for("sum"), 1)[0]
 
 
-def place(**fields: Any) -> Destination:
-    made: dict[str, Any] = {
-        "structure": structure_of(MINE),
-        "rank": 1,
-        "size": 3,
-        "is_taker": True,
-        "may_follow": True,
-        "linked": "",
-        "most_nbytes": 1000,
-    }
-    return Destination(**made | fields)
-
-
+PLACE = Destination(
+    structure_of(MINE), 1, 3, is_taker=True, may_follow=True, linked="", most_nbytes=1000
+)
 ALL = (0, 1, 2)
+FOLLOWED = (None, (6, 6.0), ((1, ALL),))
 
 
 @pytest.mark.parametrize(
@@ -42,17 +33,17 @@ ALL = (0, 1, 2)
         (structure_of({"b": LARGE, "c": [2.0], "a": 1}), (6.0, 6), ((0, ALL),), ""),
         (structure_of({**MINE, "d": (LARGE, 1)}), (6, 6.0, 1), ((1, ALL), (3, (0, 2))), ""),
     ],
-    ids=["follows", "folded", "another order", "a part that this rank lacks"],
+    ids=["follows", "folded", "another order", "a leaf that this rank lacks"],
 )
-def test_a_right_answer_is_taken(answer: Any) -> None:
-    found = received(answer, place())
-    assert tuple(found) == answer
+def test_a_valid_answer_is_taken(answer: Any) -> None:
+    assert tuple(received(answer, PLACE)) == answer
 
 
+GIGABYTES = torch.zeros(1, dtype=torch.int8).expand(2**40)
 WRONG: dict[str, Any] = {
     "none": None,
     "short": (None, ()),
-    "no list": (None, {"a": 1}, (), ""),
+    "not a list": (None, {"a": 1}, (), ""),
     "too few results": (None, (1,), (), ""),
     "too many results": (None, (1, 2, 3, 4), (), ""),
     "no such leaf": (None, (1, 2), ((9, ALL),), ""),
@@ -63,44 +54,38 @@ WRONG: dict[str, Any] = {
     "ranks in another order": (None, (6, 6.0), ((1, (1, 0, 2)),), ""),
     "a rank twice": (None, (6, 6.0), ((1, (0, 1, 1)),), ""),
     "from no rank": (None, (6, 6.0), ((1, ()),), ""),
-    "another type": (structure_of([1, LARGE, [2.0]]), (1, 2, 3), (), ""),
+    "another kind": (structure_of([1, LARGE, [2.0]]), (1, 2, 3), (), ""),
     "another shape": (structure_of({**MINE, "b": torch.zeros(9)}), (1, 2, 3), (), ""),
     "a key less": (structure_of({"a": 1, "b": LARGE}), (1, 2), (), ""),
     "a longer list": (structure_of({**MINE, "c": [2.0, 1]}), (1, 2, 3, 4), (), ""),
-    "a class of the sender's": (
-        structure_of({**MINE, "d": structures.Leaf(1, {})}),
-        (1, 2, 3, 4, 5),
-        (),
-        "",
-    ),
-    "gigabytes": (
-        structure_of({**MINE, "d": torch.zeros(1, dtype=torch.int8).expand(2**40)}),
-        (1, 2, 3),
-        ((3, (0, 2)),),
-        "",
-    ),
-    "another device link": (None, (6, 6.0), ((1, ALL),), "cuda"),
-    "no device link": (None, (6, 6.0), ((1, ALL),), None),
+    "own class": (structure_of({**MINE, "d": structures.Leaf(1, {})}), (1, 2, 3, 4, 5), (), ""),
+    "gigabytes": (structure_of({**MINE, "d": GIGABYTES}), (1, 2, 3), ((3, (0, 2)),), ""),
+    "another device link": (*FOLLOWED, "cuda"),
+    "no device link": (*FOLLOWED, None),
 }
 
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_wrong_answer_is_refused(kind: str) -> None:
     with pytest.raises(DecodeError, match="reduction"):
-        received(WRONG[kind], place())
+        received(WRONG[kind], PLACE)
 
 
-def test_what_travelled_already_does_not_follow() -> None:
-    with pytest.raises(DecodeError, match="already been sent"):
-        received((None, (6, 6.0), ((1, ALL),), ""), place(may_follow=False))
+@pytest.mark.parametrize(
+    ("answer", "wanted", "reason"),
+    [
+        ((*FOLLOWED, ""), PLACE._replace(may_follow=False), "already been sent"),
+        ((None, (), (), ""), PLACE._replace(structure=None), "gave nothing"),
+        *[((*FOLLOWED, linked), PLACE, "joined") for linked in (LARGE, [], 5)],
+    ],
+    ids=["sent already", "no operand", "a tensor as a device", "a list as one", "a number as one"],
+)
+def test_an_answer_that_does_not_fit_is_refused(answer: Any, wanted: Any, reason: str) -> None:
+    with pytest.raises(DecodeError, match=reason):
+        received(answer, wanted)
 
 
-def test_who_gave_nothing_takes_nothing() -> None:
-    with pytest.raises(DecodeError, match="gave nothing"):
-        received((None, (), (), ""), place(structure=None))
-
-
-def test_an_operand_is_what_its_structure_says() -> None:
+def test_an_operand_that_matches_its_structure_is_taken() -> None:
     structure = structure_of(MINE)
     for leaves in ([1, LARGE, 2.0], [1, None, 2.0]):
         assert operand((structure, leaves, "cuda"))[1] is leaves
@@ -109,7 +94,7 @@ def test_an_operand_is_what_its_structure_says() -> None:
 @pytest.mark.parametrize(
     "leaves", [[1, LARGE], [1, torch.zeros(9), 2.0], [1, b"raw", 2.0], 5, (1, LARGE, 2.0)]
 )
-def test_an_operand_that_is_something_else_is_refused(leaves: Any) -> None:
+def test_an_operand_that_does_not_match_its_structure_is_refused(leaves: Any) -> None:
     with pytest.raises(DecodeError, match="reduction"):
         operand((structure_of(MINE), leaves, ""))
 
@@ -119,8 +104,8 @@ def test_the_type_of_a_device_is_text() -> None:
     assert (structure, linked) == (structure_of(MINE), "cuda")
     with pytest.raises(DecodeError, match="device"):
         operand((structure, leaves, 5))
-    told = (None, (6, 6.0), ((1, ALL),), "cuda")
-    assert received(told, place(linked="cuda")).linked == "cuda"
+    answer = (*FOLLOWED, "cuda")
+    assert received(answer, PLACE._replace(linked="cuda")).linked == "cuda"
 
 
 def of_tensor(*description: Any) -> Any:
@@ -133,7 +118,7 @@ COLLIDING = tuple(7 + turn * ((1 << 61) - 1) for turn in range(5_000))  # all ha
 #: Operands that would cost far more than their bytes, or fail with another error.
 COSTLY: dict[str, Any] = {
     "a range as a shape": of_tensor("tensor", "float32", range(1 << 40), "cpu"),
-    "a shape of endless sizes": of_tensor("tensor", "float32", (1 << 20_000,), "cpu"),
+    "a shape of huge sizes": of_tensor("tensor", "float32", (1 << 20_000,), "cpu"),
     "no description": of_tensor(),
     "half a description": of_tensor("tensor"),
     "a tensor as a description's kind": of_tensor(LARGE, "float32", (8,), "cpu"),
@@ -160,15 +145,9 @@ def test_an_operand_that_costs_more_than_its_bytes_is_refused(kind: str) -> None
     [frozenset({1, "a"}), range(3), (1, frozenset({range(3)}))],
     ids=["frozen set", "range", "both in a tuple"],  # the text of a set differs between processes
 )
-def test_a_key_of_any_plain_kind_is_taken(key: Any) -> None:
+def test_a_key_of_any_plain_type_is_taken(key: Any) -> None:
     structure = structure_of({key: 1})
     assert operand((structure, [1], "")) == (structure, [1], "")
-
-
-@pytest.mark.parametrize("linked", [LARGE, [], 5], ids=["tensor", "list", "number"])
-def test_an_answer_whose_device_is_no_text_is_refused(linked: Any) -> None:
-    with pytest.raises(DecodeError, match="joined"):
-        received((None, (6, 6.0), ((1, ALL),), linked), place())
 
 
 @pytest.mark.parametrize(
@@ -180,9 +159,9 @@ def test_an_answer_whose_device_is_no_text_is_refused(linked: Any) -> None:
         (LARGE, "[a Tensor]"),
         ((LARGE,), "[(a Tensor)]"),
     ],
-    ids=["text", "tuple", "endless", "tensor", "tensor in a tuple"],
+    ids=["text", "tuple", "huge", "tensor", "tensor in a tuple"],
 )
-def test_a_key_of_a_strangers_is_shown_short(key: Any, text: str) -> None:
+def test_a_key_of_an_attacker_is_shown_short(key: Any, text: str) -> None:
     node = ("mapping", "dict", (key,), ((0, "number"),))
     ((path, description, _),) = structures.walk(node)
     assert (structures.text_of(path), description) == (f"obj{text}", "number")
