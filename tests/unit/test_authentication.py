@@ -1,8 +1,8 @@
 """What a key proves: every way to forge, alter, redirect or replay a message."""
 
 import os
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,7 @@ from objcomm._wire.header import HEADER_NBYTES, Flag, Header, Status
 from objcomm._wire.message import Message, compose
 from objcomm._wire.signing import Signer, environment_secret, read_key_file
 from tests.ranks import solo
-from tests.unit.memory_link import (
-    MemoryLink,
-    Wires,
-    exchange_on,
-    header_of,
-    new_lane,
-)
+from tests.unit.memory_link import MemoryLink, Wires, exchange_on, header_of, new_lane
 from tests.unit.routed import brought, run
 
 KEY = "correct horse battery staple"
@@ -48,6 +42,10 @@ def pair(
 def message_of(exchange: Exchange, *, is_large: bool = False) -> Message:
     buffers = [Buffer(BufferKind.TENSOR, LARGE, LARGE)] if is_large else []
     return compose(exchange.header, b"content", buffers)
+
+
+def head_of(exchange: Exchange, **options: Any) -> bytes | memoryview:
+    return exchange.gate.head_of(message_of(exchange), **options)
 
 
 @pytest.mark.parametrize("is_large", [False, True], ids=["inline", "large"])
@@ -72,9 +70,7 @@ def test_a_signed_message_arrives(*, is_large: bool) -> None:
         (KEYED, Settings(), "signs its messages, but this rank has no key"),
     ],
 )
-def test_ranks_with_different_keys_do_not_understand_each_other(
-    sender: Settings, receiver: Settings, text: str
-) -> None:
+def test_another_key_or_none_is_refused(sender: Settings, receiver: Settings, text: str) -> None:
     sending, receiving, _ = pair(sender, receiver)
     sending.send_head(message_of(sending), [0])
     with pytest.raises(AuthenticationError, match=text) as caught:
@@ -83,9 +79,8 @@ def test_ranks_with_different_keys_do_not_understand_each_other(
 
 
 def forged(alter: Callable[[Header], Header]) -> bytes:
-    """Return a head whose header was altered and whose checksum is still right."""
-    sending, _, _ = pair()
-    head = sending.gate.head_of(message_of(sending))
+    """Return a head whose header was altered and whose checksum is still valid."""
+    head = head_of(pair()[0])
     return alter(Header.unpack(head)).pack() + head[HEADER_NBYTES:]
 
 
@@ -107,12 +102,15 @@ def test_no_field_of_a_header_can_be_changed(field: dict[str, Any]) -> None:
         gate.header_in(forged(lambda header: header._replace(**field)))
 
 
+def altered(message: Message, at: int) -> Message:
+    message.body = bytearray(message.body)
+    message.body[at] ^= 1
+    return message
+
+
 def test_content_that_was_changed_is_not_decoded() -> None:
     sending, receiving, _ = pair()
-    head = sending.gate.head_of(message_of(sending))
-    got = receiving.open(head, 1)
-    got.body = bytearray(got.body)
-    got.body[0] ^= 1
+    got = altered(receiving.open(head_of(sending), 1), 0)
     with pytest.raises(AuthenticationError, match=r"content .* is not what was signed"):
         got.check()
     large = message_of(sending, is_large=True)
@@ -126,24 +124,20 @@ def test_content_that_was_changed_is_not_decoded() -> None:
 def test_a_failure_that_was_changed_is_not_believed() -> None:
     failure = objcomm.RankFailure(1, "E", "text", "")
     sending, receiving, _ = pair()
-    head = sending.gate.head_of(failure_message(sending.header, [failure]))
-    got = receiving.open(head, 1)
-    assert failures_in([got]) == {1: failure}
-    head = sending.gate.head_of(failure_message(sending.header, [failure]))
-    got = receiving.open(head, 1)
-    got.body = bytearray(got.body)
-    got.body[-1] ^= 1
+    sent = [failure_message(sending.header, [failure]) for _ in range(2)]
+    whole, changed = (receiving.open(sending.gate.head_of(each), 1) for each in sent)
+    assert failures_in([whole]) == {1: failure}
     with pytest.raises(AuthenticationError):
-        failures_in([got])
+        failures_in([altered(changed, -1)])
 
 
 def test_a_message_counts_once() -> None:
     sending, receiving, _ = pair()
-    head = sending.gate.head_of(message_of(sending))
+    head = head_of(sending)
     receiving.open(head, 1)
     with pytest.raises(AuthenticationError, match="an old message was replayed"):
         receiving.open(head, 1)
-    receiving.open(sending.gate.head_of(message_of(sending)), 1)
+    receiving.open(head_of(sending), 1)
 
 
 def mesh_of_its_own(name: str) -> Settings:
@@ -160,31 +154,31 @@ def next_call(wires: Wires, mesh: Settings, sequence: int = 1) -> Exchange:
 def test_a_message_of_an_earlier_call_is_old_and_not_out_of_step(*, has_next_begun: bool) -> None:
     mesh = mesh_of_its_own(f"earlier {has_next_begun}")
     old, first, wires = pair(mesh, mesh)
-    heads = [old.gate.head_of(message_of(old)) for _ in range(1 + has_next_begun)]
-    for head in heads:
-        first.open(head, 1)
+    for _ in range(1 + has_next_begun):
+        last = head_of(old)
+        first.open(last, 1)
     later = next_call(wires, mesh)
     if has_next_begun:  # its messages have numbers too, but not that of the second message
         sending, _, _ = pair(mesh, mesh, sequence=1)
-        later.open(sending.gate.head_of(message_of(sending)), 1)
+        later.open(head_of(sending), 1)
     with pytest.raises(AuthenticationError, match="an old message was replayed"):
-        later.open(heads[-1], 1)
+        later.open(last, 1)
 
 
 @pytest.mark.parametrize("sequence", [0, 1])
-def test_a_message_that_comes_back_to_its_maker_is_no_other_ranks(sequence: int) -> None:
+def test_a_message_that_comes_back_to_its_sender_is_refused(sequence: int) -> None:
     mesh = mesh_of_its_own(f"back {sequence}")
     _, mine, wires = pair(mesh, mesh)
-    head = mine.gate.head_of(message_of(mine))
+    head = head_of(mine)
     with pytest.raises(AuthenticationError, match="this rank's own message came back"):
         next_call(wires, mesh, sequence).open(head, 1)
 
 
-def test_a_rank_that_made_one_call_fewer_is_out_of_step_and_no_forger() -> None:
+def test_a_rank_that_made_one_call_fewer_is_out_of_step_and_not_a_forger() -> None:
     mesh = mesh_of_its_own("fewer")
     behind, _, wires = pair(mesh, mesh)
     with pytest.raises(DesyncError, match="different calls"):
-        next_call(wires, mesh).open(behind.gate.head_of(message_of(behind)), 1)
+        next_call(wires, mesh).open(head_of(behind), 1)
 
 
 def test_a_message_of_another_mesh_proves_nothing() -> None:
@@ -193,22 +187,21 @@ def test_a_message_of_another_mesh_proves_nothing() -> None:
         Gate(KEYED, "today's mesh", 0).header_in(head)
 
 
-def test_a_message_for_one_rank_is_for_no_other() -> None:
+def test_a_message_for_one_rank_is_refused_by_others() -> None:
     sending, receiving, _ = pair()
-    head = sending.gate.head_of(message_of(sending), destination=2)
+    head = head_of(sending, destination=2)
     with pytest.raises(AuthenticationError, match="sent this to rank 2"):
         receiving.open(head, 1)
-    public = receiving.open(sending.gate.head_of(message_of(sending)), 1)
+    public = receiving.open(head_of(sending), 1)
     with pytest.raises(AuthenticationError, match="did not address this to a single rank"):
         receiving.gate.check_addressed(public.header)
 
 
-def test_a_contribution_is_no_acknowledgement() -> None:
+def test_a_contribution_is_not_an_acknowledgement() -> None:
     sending, receiving, _ = pair()
-    head = sending.gate.head_of(message_of(sending))
     receiving.header = receiving.header._replace(flags=Flag.ACKNOWLEDGEMENT)
     with pytest.raises(AuthenticationError, match="an old message"):
-        receiving.open(head, 1)
+        receiving.open(head_of(sending), 1)
 
 
 PATTERNS = {"broadcast": 1, "scatter": 1, "gather": -1, "all_gather": 0}  # and their roots
@@ -240,11 +233,10 @@ def test_bytes_without_a_group_are_signed() -> None:
             with pytest.raises(objcomm.WireError):
                 objcomm.from_tensor(damaged)
         header = Header.unpack(bytes(readable(flat[:HEADER_NBYTES])))
-        renamed = torch.frombuffer(
-            bytearray(header._replace(codec="msgpack").pack()), dtype=torch.uint8
-        )
+        renamed = flat.clone()
+        renamed[:HEADER_NBYTES] = torch.tensor([*header._replace(codec="msgpack").pack()])
         with pytest.raises(AuthenticationError):
-            objcomm.from_tensor(torch.cat([renamed, flat[HEADER_NBYTES:]]))
+            objcomm.from_tensor(renamed)
         with pytest.raises(AuthenticationError, match="without a signature"):
             objcomm.from_tensor(unsigned)
     with pytest.raises(AuthenticationError, match="this rank has no key"):
@@ -255,7 +247,7 @@ def test_bytes_without_a_group_are_signed() -> None:
         objcomm.from_tensor(flat)
 
 
-def test_a_content_of_other_bytes_and_the_same_checksum_is_noticed() -> None:
+def test_other_content_with_the_same_checksum_is_noticed() -> None:
     """CRC-32 is linear, so an attacker can change a body and keep its CRC."""
     with objcomm.configure(key=KEY):
         flat = objcomm.to_tensor(bytes(100))
@@ -282,7 +274,7 @@ def test_a_key_is_text_or_bytes_and_is_not_shown() -> None:
     assert "secret" not in repr(KEYED)
 
 
-def test_purposes_have_keys_of_their_own() -> None:
+def test_each_purpose_has_its_own_key() -> None:
     one, other = Signer(secret_of(KEY), "a"), Signer(secret_of(KEY), "b")
     assert len({one.sign(b"x"), other.sign(b"x"), one.digest([b"x"])}) == 3
     assert one.digest([b"x", b"y"]) == one.digest([b"xy"])
@@ -297,7 +289,7 @@ def key_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_key_file_of_ones_own_is_read(key_file: Path) -> None:
+def test_a_key_file_of_this_user_is_read(key_file: Path) -> None:
     assert read_key_file(str(key_file)) == secret_of(KEY)
     key_file.chmod(0o400)
     assert read_key_file(str(key_file)) == secret_of(KEY)
@@ -310,7 +302,7 @@ def test_a_key_file_that_others_can_open_is_refused(key_file: Path, mode: int) -
         read_key_file(str(key_file))
 
 
-def test_what_is_no_key_file_is_refused(key_file: Path, tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_key_file_is_refused(key_file: Path, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe, 0o600)
     for path, text in ((pipe, "not a regular file"), (tmp_path, "read|regular"), ("none", "read")):
@@ -321,9 +313,7 @@ def test_what_is_no_key_file_is_refused(key_file: Path, tmp_path: Path) -> None:
         read_key_file(str(key_file))
 
 
-def test_a_key_file_of_another_user_is_refused(
-    key_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_users_key_file_is_refused(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     owner = key_file.stat().st_uid
     if owner == 0:
         try:
@@ -337,7 +327,7 @@ def test_a_key_file_of_another_user_is_refused(
 
 
 @solo()
-def test_the_environment_can_add_a_key_and_take_nothing_back(tmp_path: Any) -> None:
+def test_the_environment_can_add_a_key_but_not_weaken_what_the_program_chose(tmp_path: Any) -> None:
     path = Path(tmp_path) / "key"
     path.write_text(KEY)
     path.chmod(0o644)
@@ -361,13 +351,10 @@ def test_the_environment_can_add_a_key_and_take_nothing_back(tmp_path: Any) -> N
     assert settings() == Settings()
 
 
-def test_options_hold_in_their_thread_or_everywhere() -> None:
+def test_options_apply_in_their_thread_or_everywhere() -> None:
     def accepted_in_a_thread() -> Any:
-        seen: list[Any] = []
-        thread = threading.Thread(target=lambda: seen.append(settings().accept))
-        thread.start()
-        thread.join()
-        return seen[0]
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(lambda: settings().accept).result()
 
     with objcomm.configure(accept={"msgpack"}):
         assert accepted_in_a_thread() is None
