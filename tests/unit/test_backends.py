@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def fake_accelerator(monkeypatch: pytest.MonkeyPatch, device_type: str, **module
         ("mtia", "MTIA_VISIBLE_DEVICES"),
     ],
 )
-def test_each_rank_has_a_device_of_its_own(
+def test_each_rank_gets_its_own_device(
     monkeypatch: pytest.MonkeyPatch, device_type: str, variable: str
 ) -> None:
     for shown_by in init.SHOWN_BY.values():
@@ -84,7 +85,7 @@ def test_a_type_that_torch_cannot_count_has_no_devices(monkeypatch: pytest.Monke
         ("mps", "gloo", True, "gloo"),
     ],
 )
-def test_the_accelerator_chooses_the_backend(
+def test_the_accelerator_decides_the_backend(
     monkeypatch: pytest.MonkeyPatch,
     device_type: str,
     named: str | None,
@@ -99,13 +100,10 @@ def test_the_accelerator_chooses_the_backend(
     assert init.accelerator_in(backend) == ("" if backend == "gloo" else device_type)
 
 
-def test_without_an_accelerator_it_is_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_without_an_accelerator_is_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     assert init.default_backend() == "gloo"
-
-    def absent(**_: Any) -> torch.device:
-        raise RuntimeError("no module for it")
-
+    absent = mock.Mock(side_effect=RuntimeError("no module for it"))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", absent)
     assert init.accelerator_type() == ""
     assert init.default_backend() == "gloo"
@@ -130,24 +128,21 @@ def test_a_backend_is_for_the_devices_that_torch_gives_it(monkeypatch: pytest.Mo
 
 
 def test_a_ranks_device_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    made_current: list[tuple[str, int]] = []
-
-    def chosen(by: str) -> Any:
-        return lambda index: made_current.append((by, index))
-
+    choose_xpu, choose_mtia = mock.Mock(), mock.Mock()
     fake_accelerator(monkeypatch, "xpu")
-    other = SimpleNamespace(set_device=chosen("mtia"), current_device=lambda: 2)
+    other = SimpleNamespace(set_device=choose_mtia, current_device=lambda: 2)
     fake_modules(monkeypatch, mtia=other)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen("the accelerator"))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", choose_xpu)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     for device in ("xpu:3", "mtia:1", "xpu"):
         init.make_current(torch.device(device))
-    assert made_current == [("the accelerator", 3), ("mtia", 1)]
+    choose_xpu.assert_called_once_with(3)
+    choose_mtia.assert_called_once_with(1)
     assert init.current_device("xpu") == torch.device("xpu:1")
     assert init.current_device("mtia") == torch.device("mtia:2")
 
 
-def test_the_doctor_tells_what_the_accelerator_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_reports_the_names_of_the_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_accelerator(
         monkeypatch, "xpu", device_count=lambda: 2, get_device_name=lambda at: f"Max {at}"
     )
