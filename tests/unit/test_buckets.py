@@ -1,10 +1,11 @@
 """Tensors on several devices of one process, packed into one and unpacked.
 
-There is no second device to test with, so CPU memory plays two. As torch does for real devices,
-the fake requires all tensors of an operation to be on one device, unless it copies between them.
+There is no second device to test with, so CPU memory stands for two. As torch does for real
+devices, the fake requires all tensors of an operation to be on one device, unless it copies
+between them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import pytest
@@ -17,6 +18,8 @@ from objcomm._training.buckets import Rule, _Bucket
 # Of all types that torch numbers, only this one needs neither a driver nor a special build. Its
 # tensors have elements here, because each wraps a CPU tensor that holds them.
 FIRST, SECOND = torch.device("meta:0"), torch.device("meta:1")
+
+pytestmark = pytest.mark.usefixtures("_devices")
 
 
 class Placed(torch.Tensor):
@@ -40,13 +43,7 @@ class Placed(torch.Tensor):
 class Devices(TorchDispatchMode):
     """Run operations in CPU memory if their tensors are on one device."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         wanted = dict(kwargs or {})
         placed = [each for each in tree_leaves((args, wanted)) if isinstance(each, Placed)]
@@ -81,8 +78,7 @@ def held(tensor: torch.Tensor) -> list[float]:
     return elements
 
 
-@pytest.mark.usefixtures("_devices")
-def test_the_stand_in_refuses_what_torch_refuses() -> None:
+def test_the_fake_devices_refuse_what_torch_refuses() -> None:
     ours, theirs = Placed(torch.ones(2), FIRST), Placed(torch.ones(2), SECOND)
     with pytest.raises(RuntimeError, match=r"cat.*meta:[01]"):
         torch.cat([ours, theirs])
@@ -97,7 +93,6 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.usefixtures("_devices")
 @pytest.mark.parametrize("change", CHANGES)
 def test_tensors_of_two_devices_travel_as_one(change: str) -> None:
     ours = Placed(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), FIRST)
@@ -111,9 +106,8 @@ def test_tensors_of_two_devices_travel_as_one(change: str) -> None:
     assert [held(each) for each in (ours, theirs, more)] == [[10, 20, 30, 40], [50, 60], [70]]
 
 
-@pytest.mark.usefixtures("_devices")
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_single_tensor_comes_back_from_wherever_it_was_changed(change: str) -> None:
+def test_a_single_tensor_returns_from_where_it_was_changed(change: str) -> None:
     alone = Placed(torch.tensor([1.0, 2.0]), FIRST)
     bucket = bucket_of(alone)
     bucket.close(CHANGES[change](bucket.open()))
