@@ -4,9 +4,11 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -17,12 +19,8 @@ from objcomm._failures.watchdog import _watchdogs
 from tests.waits import PATIENCE_S, wait_until
 
 
-class Held:
-    """An object that can be weakly referenced."""
-
-
-def beginning(folder: Path, worlds: list[str]) -> BoardThread:
-    """Return a thread whose world lives while ``worlds`` is not empty."""
+def started(folder: Path, worlds: list[str]) -> BoardThread:
+    """Return a thread whose world exists while ``worlds`` is not empty."""
     store = dist.FileStore(str(folder / "store"), 1)
     answer: Any = None
     return BoardThread(
@@ -36,66 +34,56 @@ def beginning(folder: Path, worlds: list[str]) -> BoardThread:
     )
 
 
-def test_what_is_to_be_told_when_the_world_ends_is_told_or_let_go(tmp_path: Path) -> None:
+def submitted(board_thread: BoardThread, done: list[Any]) -> weakref.ref[set[int]]:
+    """Submit a job that adds an object to ``done``; return a weak reference to the object."""
+    held: set[int] = set()
+    board_thread.submit(lambda _: done.append(held))
+    return weakref.ref(held)
+
+
+def test_jobs_are_done_until_the_world_ends_and_dropped_afterwards(tmp_path: Path) -> None:
     worlds = ["alive"]
-    board_thread = beginning(tmp_path, worlds)
+    board_thread = started(tmp_path, worlds)
     may_end = threading.Event()
     done: list[Any] = []
     board_thread.submit(lambda _: done.append(may_end.wait()))
-    board_thread.submit(lambda _: done.append("told"))
+    board_thread.submit(lambda _: done.append("done"))
     worlds.clear()
     may_end.set()
     board_thread.close(PATIENCE_S, "its program has ended")
-    assert done == [True, "told"]
-    held = Held()
-    watched = weakref.ref(held)
-    board_thread.submit(lambda _, held=held: done.append(held))  # type: ignore[misc]  # bound as a default
-    del held
+    dropped = submitted(board_thread, done)
     gc.collect()
-    assert watched() is None
-    assert done == [True, "told"]
+    assert dropped() is None
+    assert done == [True, "done"]
 
 
-def test_what_comes_during_the_last_word_is_let_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    speaks, may_end = threading.Event(), threading.Event()
+def test_jobs_during_farewell_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leaves, may_end = threading.Event(), threading.Event()
 
-    def leave(_: Board, _word: str) -> None:
-        speaks.set()
+    def leave(_: Board, _reason: str) -> None:
+        leaves.set()
         may_end.wait(PATIENCE_S)
 
     monkeypatch.setattr(Board, "leave", leave)
-    board_thread = beginning(tmp_path, [])
-    assert speaks.wait(PATIENCE_S)
-    held = Held()
-    watched = weakref.ref(held)
+    board_thread = started(tmp_path, [])
+    assert leaves.wait(PATIENCE_S)
     done: list[Any] = []
-    board_thread.submit(lambda _, held=held: done.append(held))  # type: ignore[misc]  # bound as a default
-    del held
-    told: list[type[BaseException]] = []
-
-    def ask() -> None:
-        try:
-            board_thread.call(lambda _: None, 10 * PATIENCE_S)
-        except StoreSilentError as error:
-            told.append(type(error))
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    wait_until(lambda: board_thread._jobs.qsize() == 2, "its question")  # noqa: SLF001  # no public way
-    may_end.set()
-    board_thread.close(PATIENCE_S, "its program has ended")
-    assert watched() is None
-    assert not done
-    asking.join(PATIENCE_S)
-    assert told == [StoreSilentError]
+    dropped = submitted(board_thread, done)
+    with ThreadPoolExecutor(1) as asking:
+        question = asking.submit(board_thread.call, lambda _: None, 10 * PATIENCE_S)
+        wait_until(lambda: board_thread._jobs.qsize() == 2, "its question")  # noqa: SLF001  # no public way
+        may_end.set()
+        board_thread.close(PATIENCE_S, "its program has ended")
+        assert dropped() is None
+        assert not done
+        with pytest.raises(StoreSilentError):
+            question.result(PATIENCE_S)
 
 
-def test_who_asks_on_its_own_thread_is_answered_at_once(tmp_path: Path) -> None:
+def test_a_question_from_the_thread_itself_is_answered_immediately(tmp_path: Path) -> None:
     """A group's finalizer may run on that thread, which would wait for itself."""
     worlds = ["alive"]
-    board_thread = beginning(tmp_path, worlds)
+    board_thread = started(tmp_path, worlds)
 
     def ask(board: Board) -> bool:
         return board_thread.call(lambda own: own is board, 0.0)
@@ -108,9 +96,9 @@ def test_who_asks_on_its_own_thread_is_answered_at_once(tmp_path: Path) -> None:
     assert board() is None  # its connection is not kept either
 
 
-def test_a_question_after_the_end_of_a_world_keeps_nothing_of_it(tmp_path: Path) -> None:
+def test_a_question_after_the_end_of_a_world_keeps_nothing_alive(tmp_path: Path) -> None:
     # The question would keep a connection to the store.
-    board_thread = beginning(tmp_path, [])
+    board_thread = started(tmp_path, [])
     board_thread.close(PATIENCE_S, "its program has ended")
     watched = weakref.ref(board_thread)
     gc.disable()
@@ -131,9 +119,8 @@ class Vanishing:
     def __getattr__(self, operation: str) -> Callable[..., Any]:
         def ask(*arguments: Any) -> Any:
             found = getattr(self._store, operation)(*arguments)
-            self._store.delete_key(
-                arguments[0] if isinstance(arguments[0], str) else arguments[0][0]
-            )
+            keys = arguments[0]
+            self._store.delete_key(keys if isinstance(keys, str) else keys[0])
             return found
 
         return ask
@@ -149,10 +136,8 @@ class Vanishing:
     ],
     ids=["a verdict", "whereabouts", "a process", "a question"],
 )
-def test_what_is_removed_while_it_is_looked_for_holds_nobody(
-    key: str, look: Callable[[Board], Any]
-) -> None:
-    """The thread was stuck for 300 s, with everything this process had to report and to learn."""
+def test_a_key_removed_meanwhile_blocks_nothing(key: str, look: Callable[[Board], Any]) -> None:
+    """The thread was once stuck for 300 s, and this process neither reported nor learned."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.1))  # for a wait, which then raises
     board = Board(store, 0, Processes())
@@ -161,25 +146,17 @@ def test_what_is_removed_while_it_is_looked_for_holds_nobody(
     look(board)
 
 
-def test_all_that_have_told_who_they_are_are_learned_of_by_two_questions() -> None:
-    asked = []
-
+def test_two_questions_fetch_the_records_of_all_processes() -> None:
     class Store(dist.HashStore):
         def clone(self) -> dist.Store:
             return self
 
     store, processes = Store(), [Processes() for _ in range(30)]
     boards = [Board(store, rank, each) for rank, each in enumerate(processes[:-1])]
-    for name in ("check", "multi_get", "compare_set"):
-        ask = getattr(boards[0]._store, name)  # noqa: SLF001  # the questions it asks
-
-        def counted(*arguments: Any, ask: Callable[..., Any] = ask) -> Any:
-            asked.append(arguments)
-            return ask(*arguments)
-
-        setattr(boards[0]._store, name, counted)  # noqa: SLF001  # likewise
+    counted = mock.Mock(wraps=boards[0]._store)  # noqa: SLF001  # there is no public way
+    boards[0]._store = counted  # noqa: SLF001  # likewise
     boards[0].learn(range(29))
-    assert len(asked) == 2
+    assert len(counted.mock_calls) == 2
     names = [each.own.name for each in processes]
     assert [getattr(processes[0].of(rank), "name", "") for rank in range(30)] == [*names[:-1], ""]
     boards[0].learn(range(30))  # one has not introduced itself, and must not be waited for
