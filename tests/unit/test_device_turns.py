@@ -1,5 +1,6 @@
 """Transfers between two ranks' devices begin in the same order on both; no device is needed."""
 
+import functools
 import itertools
 import random
 import threading
@@ -43,7 +44,7 @@ class FakeOffers:
     def answer(self, kind: int, number: int) -> None:
         with self._lock:
             on_end = self._awaited.pop((kind, number), None)
-        assert on_end is not None, f"nobody waits for {Operation(kind).name} {number}"
+        assert on_end is not None, f"no rank waits for {Operation(kind).name} {number}"
         on_end(True)  # noqa: FBT003  # as the real one calls it
 
     def receive(self) -> None:
@@ -90,10 +91,6 @@ def test_a_backend_with_one_order_for_both_directions_never_stalls(seed: int) ->
         meeting.wait()
         at[rank] = None
 
-    def move(rank: int, src: int, number: int, turn: DeviceTurn) -> None:
-        with turn:
-            turn.move(lambda: transfer(rank, (src, number)))
-
     receiving = [start(end.receive) for end in ends]
     jobs = [
         (rank, src, number, turn_on(ends[rank], ends[1 - rank], number, is_sender=src == rank))
@@ -103,15 +100,16 @@ def test_a_backend_with_one_order_for_both_directions_never_stalls(seed: int) ->
     random.Random(seed).shuffle(jobs)
     failed: list[BaseException] = []
 
-    def guarded(*job: Any) -> None:
+    def move(rank: int, src: int, number: int, turn: DeviceTurn) -> None:
         try:
-            move(*job)
+            with turn:
+                turn.move(lambda: transfer(rank, (src, number)))
         except BaseException as error:
             failed.append(error)
             meeting.abort()
             raise
 
-    threads = [start(lambda job=job: guarded(*job)) for job in jobs]  # type: ignore[misc]  # bound as a default
+    threads = [start(functools.partial(move, *job)) for job in jobs]
     for thread in threads:
         thread.join(LIMIT_S)
     assert not failed
