@@ -30,36 +30,24 @@ def test_a_listing_has_folders_before_their_content_and_follows_links(tmp_path: 
     assert is_listing([found.names, found.sizes, found.modes])
 
 
-def _pipe(top: Path) -> None:
-    os.mkfifo(top / "pipe")
-
-
-def _loop(top: Path) -> None:
-    (top / "loop").symlink_to(top)
-
-
-def _dangling(top: Path) -> None:
-    (top / "dangling").symlink_to("nowhere")
-
-
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "reason"),
     [
-        (_pipe, "neither a file nor a folder: '.*/pipe'"),
-        (_loop, "a link to a folder around it: '.*/loop'"),
-        (_dangling, "No such file or directory: '.*/dangling'"),
+        (lambda top: os.mkfifo(top / "pipe"), "neither a file nor a folder: '.*/pipe'"),
+        (lambda top: (top / "loop").symlink_to(top), "a link to a folder around it: '.*/loop'"),
+        (lambda top: (top / "gone").symlink_to("nowhere"), "No such file or directory: '.*/gone'"),
     ],
+    ids=["a pipe", "a loop", "a dangling link"],
 )
-def test_what_cannot_be_copied_is_named(tmp_path: Path, make: Any, told: str) -> None:
+def test_what_cannot_be_copied_is_named(tmp_path: Path, make: Any, reason: str) -> None:
     make(tmp_path)
-    with pytest.raises(OSError, match=told):
+    with pytest.raises(OSError, match=reason):
         listed(tmp_path)
 
 
 def _folder(*names: Any, sizes: Any = None) -> list[Any]:
     """A list of files in a folder, as it is received."""
-    lengths = [FOLDER] + [1] * len(names) if sizes is None else sizes
-    return [["", *names], lengths, [_FILE] * (1 + len(names))]
+    return [["", *names], sizes or [FOLDER] + [1] * len(names), [_FILE] * (1 + len(names))]
 
 
 GOOD = {
@@ -67,7 +55,7 @@ GOOD = {
     "an empty folder": _folder(),
     "a file in a folder": _folder("a", "a/b", sizes=[FOLDER, FOLDER, 0]),
     "dots in names": _folder("..a", "a..", "...", " "),
-    "a name that is no text": _folder(os.fsdecode(b"\xff")),
+    "a name that is not text": _folder(os.fsdecode(b"\xff")),
 }
 HOSTILE = {
     "above": _folder(".."),
@@ -82,14 +70,14 @@ HOSTILE = {
     "a zero byte": _folder("a\0b"),
     "twice": _folder("a", "a"),
     "in a file": _folder("a", "a/b"),
-    "in no folder": _folder("a/b"),
+    "not in a folder": _folder("a/b"),
     "before its folder": _folder("a/b", "a", sizes=[FOLDER, 1, FOLDER]),
     "in a file that is everything": [["", "a"], [1, 1], [_FILE] * 2],
     "not from the top": [["a"], [1], [_FILE]],
     "nothing": [[], [], []],
     "a negative size": _folder("a", sizes=[FOLDER, -2]),
-    "a size that is no number": _folder("a", sizes=[FOLDER, True]),
-    "a name that is no text": _folder(b"a"),
+    "a size that is not a number": _folder("a", sizes=[FOLDER, True]),
+    "a name in bytes": _folder(b"a"),
     "a set-user-id bit": [[""], [1], [0o4755]],
     "of different lengths": [[""], [1, 1], [_FILE]],
     "two lists": [[""], [1]],
@@ -103,7 +91,7 @@ def test_a_list_of_files_is_accepted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_list_that_would_lead_elsewhere_is_refused(name: str) -> None:
+def test_a_malformed_or_hostile_list_of_files_is_refused(name: str) -> None:
     assert not is_listing(HOSTILE[name])
 
 
@@ -125,9 +113,7 @@ def test_files_are_cut_into_pieces(
 
 
 @pytest.mark.parametrize("name", ["a", "m/9", "z", "m"])
-def test_a_file_that_the_disk_does_not_confirm_is_named_and_nothing_stays(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_file_that_cannot_be_synced_leaves_no_copy(name: str, tmp_path: Path) -> None:
     names = ["", "a", "m", *(f"m/{each}" for each in range(50)), "z"]
     sizes = [FOLDER if each in {"", "m"} else 0 for each in names]
     copy = Copy(tmp_path / "to", Listing(names, sizes, [0o755] * len(names)))
@@ -147,6 +133,6 @@ def test_a_file_that_the_disk_does_not_confirm_is_named_and_nothing_stays(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_listing_is_what_it_was_after_the_trip() -> None:
+def test_a_listing_is_restored_from_its_lists() -> None:
     assert Listing(*GOOD["a file"]).nbytes == 3
     assert not Listing(*GOOD["a file"]).is_folder
