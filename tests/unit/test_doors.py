@@ -1,11 +1,13 @@
-"""Where a rank listens, which addresses and ports it announces, and whom it lets in."""
+"""Where a rank listens, which addresses and ports it announces, and which callers it accepts."""
 
 import errno
 import os
 import select
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -19,7 +21,7 @@ _SESSION = "5e" * 32
 
 
 @pytest.mark.parametrize(
-    ("variable", "towards", "told"),
+    ("variable", "towards", "announced"),
     [
         ("", set(), ["10.0.0.7", "192.168.4.1", "fd00::7", "169.254.1.2"]),
         ("", {"192.168.4.1"}, ["192.168.4.1", "10.0.0.7", "fd00::7", "169.254.1.2"]),
@@ -30,8 +32,8 @@ _SESSION = "5e" * 32
         ("eth9", set(), []),
     ],
 )
-def test_a_host_tells_the_addresses_that_lead_to_it(
-    monkeypatch: pytest.MonkeyPatch, variable: str, towards: set[str], told: list[str]
+def test_a_host_announces_the_addresses_that_lead_to_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str, towards: set[str], announced: list[str]
 ) -> None:
     interfaces = {
         "lo": ["127.0.0.1", "::1"],
@@ -42,59 +44,60 @@ def test_a_host_tells_the_addresses_that_lead_to_it(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", variable)
     monkeypatch.setattr(doors, "interface_addresses", lambda: interfaces)
     monkeypatch.setattr(doors, "addresses_towards", lambda _: towards)
-    assert own_addresses(_STORE_PORT) == told
+    assert own_addresses(_STORE_PORT) == announced
 
 
-def test_a_machine_without_a_card_tells_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_card_announces_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(doors, "interface_addresses", lambda: {"lo": ["127.0.0.1", "::1"]})
     monkeypatch.setattr(doors, "addresses_towards", lambda _: {"127.0.0.1"})
     assert own_addresses(_STORE_PORT) == ["127.0.0.1"]
 
 
-@contextmanager
-def _opened(*addresses: str, ports: range = range(0)) -> Iterator[Door]:
-    with Door.opened("auto", addresses, ports) as door:
-        yield door
+def _opened(addresses: Sequence[str] = ("127.0.0.1",), ports: range = range(0)) -> Door:
+    return Door.opened("auto", addresses, ports)
+
+
+def _is_called(door: Door) -> bool:
+    """Return whether a caller has introduced itself, and can be accepted."""
+    watched = select.poll()
+    watched.register(door.listeners[1], select.POLLIN)
+    return bool(watched.poll(60e3))
 
 
 def _is_heard_at(door: Door, address: str) -> bool:
-    """Return whether a caller that introduces itself there can be let in."""
+    """Return whether a caller that introduces itself there can be accepted."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as end:
         if end.connect_ex((address, door.endpoint.port)):
             return False
         end.send(b"!")
-        watched = select.poll()
-        watched.register(door.listeners[1], select.POLLIN)
-        if not watched.poll(60e3):
+        if not _is_called(door):
             return False
         door.listeners[1].accept()[0].close()
         return True
 
 
-def test_a_door_with_one_address_is_open_there_alone() -> None:
-    with _opened("127.0.0.1") as door:
+def test_a_door_with_one_address_is_open_only_there() -> None:
+    with _opened() as door:
         assert door.listeners[1].getsockname()[0] == "127.0.0.1"
         assert not _is_heard_at(door, "127.0.0.2")
 
 
 @pytest.mark.parametrize("addresses", [("127.0.0.1", "127.0.0.2"), ("127.0.0.1", "::1")], ids=str)
 def test_a_door_is_open_at_all_of_its_addresses(addresses: tuple[str, ...]) -> None:
-    with _opened(*addresses) as door:
+    with _opened(addresses) as door:
         assert door.endpoint.addresses == addresses
         assert all(_is_heard_at(door, each) for each in addresses)
 
 
-def test_each_door_has_a_port_of_the_range_and_one_more_says_that_none_is_free() -> None:
+def test_each_door_gets_a_port_of_the_range_and_one_more_reports_that_none_is_free() -> None:
     first = free_port()
     ports = range(first, first + 2)
     with ExitStack() as opened:
-        endpoints = [
-            opened.enter_context(_opened("127.0.0.1", ports=ports)).endpoint for _ in ports
-        ]
-        assert sorted(each.port for each in endpoints) == list(ports)
-        endpoint = opened.enter_context(_opened("127.0.0.1", ports=ports)).endpoint
+        endpoints = [opened.enter_context(_opened(ports=ports)).endpoint for _ in range(3)]
+    *others, endpoint = endpoints
+    assert sorted(each.port for each in others) == list(ports)
     assert endpoint.port == 0
     assert endpoint.lacks == f"none of the ports {first}-{first + 1} is free (OBJCOMM_PORTS)"
     assert endpoint.transport == "streams"  # so that no rank falls back to Gloo
@@ -103,14 +106,12 @@ def test_each_door_has_a_port_of_the_range_and_one_more_says_that_none_is_free()
 def test_a_port_can_be_used_again_though_its_connections_have_not_ended() -> None:
     port = free_port()
     with ExitStack() as ends:
-        with _opened("127.0.0.1", ports=range(port, port + 1)) as door:
+        with _opened(ports=range(port, port + 1)) as door:
             caller = ends.enter_context(socket.create_connection(("127.0.0.1", port)))
             caller.send(b"!")
-            watched = select.poll()
-            watched.register(door.listeners[1], select.POLLIN)
-            assert watched.poll(60e3)
+            assert _is_called(door)
             ends.enter_context(door.listeners[1].accept()[0])
-        with _opened("127.0.0.1", ports=range(port, port + 1)) as again:
+        with _opened(ports=range(port, port + 1)) as again:
             assert again.endpoint.port == port
 
 
@@ -118,14 +119,12 @@ def test_a_port_can_be_used_again_though_its_connections_have_not_ended() -> Non
     ("error", "transport"),
     [(errno.EMFILE, "streams"), (errno.ENOBUFS, "streams"), (errno.EPERM, "auto")],
 )
-def test_a_process_without_room_is_no_reason_for_another_transport(
+def test_a_process_without_resources_does_not_fall_back_to_another_transport(
     monkeypatch: pytest.MonkeyPatch, error: int, transport: str
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(error, os.strerror(error))
-
-    monkeypatch.setattr(doors, "_listener", refuse)
-    with _opened("127.0.0.1") as door:
+    refusal = OSError(error, os.strerror(error))
+    monkeypatch.setattr(doors, "_listener", mock.Mock(side_effect=refusal))
+    with _opened() as door:
         assert door.endpoint.transport == transport
         assert door.endpoint.lacks == os.strerror(error)
 
@@ -136,15 +135,17 @@ def test_a_rank_that_chose_gloo_opens_no_door() -> None:
         assert not door.endpoint.lacks
 
 
-def test_another_users_process_is_sent_away_before_it_says_anything(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def _doors(door: Door, rank: int, *options: Any) -> doors.Doors:
+    """What one of two ranks of this host knows, both of which have this door."""
+    endpoints, handshakes = dict.fromkeys(range(2), door.endpoint), Handshakes(_SESSION, None)
+    return doors.Doors(door, endpoints, {0: 0, 1: 0}, rank, handshakes, *options)
+
+
+def test_a_process_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refused: list[str] = []
-    with _opened("127.0.0.1") as door:
-        handshakes = Handshakes(_SESSION, None)
-        endpoints = {0: door.endpoint, 1: door.endpoint}
-        ours = doors.Doors(door, endpoints, {0: 0, 1: 0}, 0, handshakes, refused.append)
-        end = doors.Doors(door, endpoints, {0: 0, 1: 0}, 1, handshakes).call(0).socket
+    with _opened() as door:
+        ours = _doors(door, 0, refused.append)
+        end = _doors(door, 1).call(0).socket
         with end, monkeypatch.context() as patch:
             patch.setattr(doors, "_uid_of", lambda _: os.geteuid() + 1)
             assert not list(ours.accept(ours.listeners[0]))
@@ -154,7 +155,7 @@ def test_another_users_process_is_sent_away_before_it_says_anything(
         assert refused == [f"a process of user {os.geteuid() + 1}"]
 
 
-def test_a_word_proves_the_session_and_the_key() -> None:
+def test_a_handshake_proves_the_session_and_the_key() -> None:
     ours, without = Handshakes(_SESSION, b"a secret"), Handshakes(_SESSION, None)
     assert len(ours.of(1, 0)) == Handshakes.nbytes
     assert ours.check(Handshakes(_SESSION, b"a secret").of(1, 0), 1, 0)
@@ -177,28 +178,25 @@ def test_a_word_proves_the_session_and_the_key() -> None:
         (("10.0.0.7",), ("10.0.0.7",), 1),
     ],
 )
-def test_an_address_of_the_own_host_is_no_way_to_another_one(
+def test_an_address_of_this_host_does_not_lead_to_another_one(
     monkeypatch: pytest.MonkeyPatch, own: tuple[str, ...], theirs: tuple[str, ...], ways: int
 ) -> None:
     """Any process of this host may listen there, but ranks on one machine may have no other one."""
     monkeypatch.setattr(doors, "interface_addresses", lambda: {"eth0": list(own)})
-    with _opened("127.0.0.1") as door:
-        endpoints = {
-            0: door.endpoint,
-            1: door.endpoint._replace(addresses=theirs, port=free_port()),
-        }
-        found = doors.Doors(door, endpoints, {0: 0, 1: 1}, 0, Handshakes(_SESSION, None))
+    with _opened() as door:
+        other = door.endpoint._replace(addresses=theirs, port=free_port())
+        endpoints, handshakes = {0: door.endpoint, 1: other}, Handshakes(_SESSION, None)
+        found = doors.Doors(door, endpoints, {0: 0, 1: 1}, 0, handshakes)
         assert found.ways_to(1) == ways
         if own != theirs and ways == 1:
             assert found._ways[1] == ["10.0.0.8"]  # noqa: SLF001  # no network here could show it
 
 
-def test_a_door_where_too_many_wait_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a caller would wait in the kernel while strangers occupy the backlog."""
+def test_a_full_backlog_is_reported_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a caller would wait in the kernel while others occupy the backlog."""
     monkeypatch.setattr(socket, "SOMAXCONN", 1)
-    with Door.opened("auto", ["127.0.0.1"]) as door, ExitStack() as ends:
-        handshakes, endpoints = Handshakes(_SESSION, None), {0: door.endpoint, 1: door.endpoint}
-        caller = doors.Doors(door, endpoints, {0: 0, 1: 0}, 1, handshakes)
+    with _opened() as door, ExitStack() as ends:
+        caller = _doors(door, 1)
 
         def is_full() -> bool:
             try:
