@@ -1,5 +1,6 @@
-"""Right, damaged and hostile bytes: decoding gives an object or an objcomm error."""
+"""Valid, damaged and hostile bytes: decoding gives an object or an objcomm error."""
 
+import itertools
 import zlib
 from typing import Any
 
@@ -18,36 +19,19 @@ from tests.ranks import solo
 from tests.same import assert_same
 from tests.unit.address_space import peak_address_space_nbytes
 
-_SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.complex_numbers()
-    | st.text(st.characters(exclude_categories=()))
-    | st.binary()
-    | st.binary().map(bytearray)
-    | st.datetimes(timezones=st.none() | st.timezones())
-    | st.decimals()
-    | st.fractions()
-    | st.uuids()
-    | st.timedeltas()
-)
+_NUMBERS = st.integers() | st.floats() | st.complex_numbers() | st.decimals() | st.fractions()
+_TEXTS = st.text(st.characters(exclude_categories=())) | st.binary() | st.binary().map(bytearray)
+_TIMES = st.datetimes(timezones=st.none() | st.timezones()) | st.timedeltas()
+_SCALARS = st.none() | st.booleans() | st.uuids() | _NUMBERS | _TEXTS | _TIMES
 _KEYS = (
     st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.tuples(st.integers())
 )
 # A field may have a title besides its name, which plain data cannot carry and refuses.
 _STRUCTS: st.SearchStrategy[Any] = npst.array_dtypes()
 _STRUCTS = _STRUCTS.filter(lambda dtype: all(len(field) == 2 for field in dtype.fields.values()))
-_DTYPES = (
-    npst.boolean_dtypes()
-    | npst.integer_dtypes()
-    | npst.floating_dtypes()
-    | npst.complex_number_dtypes()
-    | npst.datetime64_dtypes()
-    | npst.unicode_string_dtypes()
-    | _STRUCTS
-)
+_REALS = npst.boolean_dtypes() | npst.integer_dtypes() | npst.floating_dtypes()
+_TIMES_AND_TEXTS = npst.datetime64_dtypes() | npst.unicode_string_dtypes()
+_DTYPES = _REALS | npst.complex_number_dtypes() | _TIMES_AND_TEXTS | _STRUCTS
 _ARRAYS = npst.arrays(_DTYPES, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5))
 _TENSORS = npst.arrays(
     st.sampled_from([np.float32, np.float64, np.int64, np.uint8, np.bool_, np.complex64]),
@@ -82,27 +66,27 @@ def _decoded(raw: bytes | bytearray) -> Any:
     return objcomm.from_tensor(torch.tensor(list(raw), dtype=torch.uint8))
 
 
-@settings(max_examples=_DAMAGED)
-@given(_OBJECTS, _CODECS, st.data())
-def test_a_changed_byte_is_noticed(obj: Any, codec: str, data: st.DataObject) -> None:
-    raw = _message(obj, codec)
-    position = data.draw(st.integers(0, len(raw) - 1))
-    raw[position] ^= data.draw(st.integers(1, 255))
+def _check_refused(raw: bytes | bytearray) -> None:
     with pytest.raises((WireError, CodecError)):
         _decoded(raw)
 
 
 @settings(max_examples=_DAMAGED)
 @given(_OBJECTS, _CODECS, st.data())
-def test_a_message_that_was_cut_or_lengthened_is_noticed(
-    obj: Any, codec: str, data: st.DataObject
-) -> None:
+def test_a_changed_byte_is_noticed(obj: Any, codec: str, data: st.DataObject) -> None:
+    raw = _message(obj, codec)
+    position = data.draw(st.integers(0, len(raw) - 1))
+    raw[position] ^= data.draw(st.integers(1, 255))
+    _check_refused(raw)
+
+
+@settings(max_examples=_DAMAGED)
+@given(_OBJECTS, _CODECS, st.data())
+def test_a_cut_or_lengthened_message_is_noticed(obj: Any, codec: str, data: st.DataObject) -> None:
     raw = _message(obj, codec)
     length = data.draw(st.integers(0, len(raw) - 1))
-    with pytest.raises((WireError, CodecError)):
-        _decoded(raw[:length])
-    with pytest.raises((WireError, CodecError)):
-        _decoded(raw + data.draw(st.binary(min_size=1)))
+    _check_refused(raw[:length])
+    _check_refused(raw + data.draw(st.binary(min_size=1)))
 
 
 @pytest.mark.parametrize("cut", [1, 100_000, 399_999])
@@ -113,7 +97,7 @@ def test_a_large_buffer_that_was_cut_is_noticed(codec: str, cut: int) -> None:
 
 
 @given(st.binary(max_size=2000))
-def test_bytes_of_another_program_are_no_message(raw: bytes) -> None:
+def test_bytes_of_another_program_are_refused(raw: bytes) -> None:
     with pytest.raises(WireError):
         _decoded(raw)
     with pytest.raises(WireError):
@@ -124,28 +108,17 @@ _UNSIGNED = {32: st.integers(0, 2**32 - 1), 64: st.integers(0, 2**64 - 1)}
 _SIGNED = st.integers(-(2**31), 2**31 - 1)
 _HEADERS = st.builds(
     Header,
-    status=st.integers(0, 255),
-    flags=st.integers(0, 255),
-    operation=st.integers(0, 255),
-    sender=_SIGNED,
-    root=_SIGNED,
-    lane=_UNSIGNED[32],
-    epoch=_UNSIGNED[32],
-    group=_UNSIGNED[64],
-    sequence=_UNSIGNED[64],
-    fingerprint=_UNSIGNED[64],
+    **dict.fromkeys(("status", "flags", "operation"), st.integers(0, 255)),
+    **dict.fromkeys(("sender", "root", "destination"), _SIGNED),
+    **dict.fromkeys(("lane", "epoch", "number", "body_checksum"), _UNSIGNED[32]),
+    **dict.fromkeys(("group", "sequence", "fingerprint", "payload_nbytes", "tag"), _UNSIGNED[64]),
     codec=st.text("abc-5", max_size=16),
     call_site=st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=15),
     buffer_count=st.just(0),
     meta_nbytes=st.integers(0, 1000),
     body_nbytes=st.integers(1000, 2**64 - 1),
-    payload_nbytes=_UNSIGNED[64],
-    tag=_UNSIGNED[64],
-    destination=_SIGNED,
-    number=_UNSIGNED[32],
     digest=st.binary(min_size=32, max_size=32),
     signature=st.just(bytes(32)),
-    body_checksum=_UNSIGNED[32],
     name=st.just(""),
 )
 
@@ -155,8 +128,8 @@ def test_a_header_survives_the_way_through_bytes(header: Header) -> None:
     packed = header.pack()
     assert len(packed) == HEADER_NBYTES
     assert Header.unpack(packed) == header
-    told = "body"[: header.meta_nbytes] if header.operation == Operation.BARRIER else ""
-    assert Header.unpack(bytearray(packed) + b"body") == header._replace(name=told)
+    name = "body"[: header.meta_nbytes] if header.operation == Operation.BARRIER else ""
+    assert Header.unpack(bytearray(packed) + b"body") == header._replace(name=name)
 
 
 @given(_HEADERS, st.integers(0, 8 * HEADER_NBYTES - 1))
@@ -178,9 +151,7 @@ def test_a_long_call_site_keeps_its_end(call_site: str) -> None:
 
 @settings(max_examples=_DAMAGED)
 @given(_OBJECTS, _CODECS, _HEADERS)
-def test_a_wellformed_header_with_senseless_sizes_gives_an_error(
-    obj: Any, codec: str, header: Header
-) -> None:
+def test_a_header_with_wrong_sizes_gives_an_error(obj: Any, codec: str, header: Header) -> None:
     raw = _message(obj, codec)
     true = Header.unpack(raw)
     hostile = header._replace(
@@ -188,15 +159,12 @@ def test_a_wellformed_header_with_senseless_sizes_gives_an_error(
     )
     assume(hostile[12:16] != true[12:16])
     raw[:HEADER_NBYTES] = hostile.pack()
-    with pytest.raises((WireError, CodecError)):
-        _decoded(raw)
+    _check_refused(raw)
 
 
 @settings(max_examples=_DAMAGED)
 @given(_OBJECTS, st.data())
-def test_hostile_plain_data_with_right_checksums_gives_an_object_or_an_error(
-    obj: Any, data: st.DataObject
-) -> None:
+def test_hostile_plain_data_gives_an_object_or_an_error(obj: Any, data: st.DataObject) -> None:
     raw = _message(obj, "msgpack")
     body = raw[HEADER_NBYTES:]
     for _ in range(data.draw(st.integers(1, 4))):
@@ -210,24 +178,16 @@ def test_hostile_plain_data_with_right_checksums_gives_an_object_or_an_error(
 
 @solo()
 def test_an_announced_size_is_not_believed_before_it_is_checked() -> None:
-    for codec in ("pickle", "msgpack"):
-        for exponent in (33, 40, 60, 63):
-            check_that_no_announced_size_is_believed(codec, exponent)
-
-
-def check_that_no_announced_size_is_believed(codec: str, exponent: int) -> None:
-    raw = _message({"w": torch.arange(20_000)}, codec)
-    true = Header.unpack(raw)
-    before = peak_address_space_nbytes()
-    for field in ("buffer_count", "meta_nbytes", "body_nbytes", "payload_nbytes"):
-        size = min(2**exponent, 2**32 - 1) if field == "buffer_count" else 2**exponent
-        hostile = true._replace(**{field: size}).pack() + raw[HEADER_NBYTES:]
-        with pytest.raises((WireError, CodecError)):
-            _decoded(hostile)
-    rows = bytearray(raw)
-    rows[HEADER_NBYTES : HEADER_NBYTES + 8] = (2**exponent).to_bytes(8, "little")
-    body = rows[HEADER_NBYTES : HEADER_NBYTES + true.body_nbytes]
-    lie = true._replace(payload_nbytes=2**exponent, body_checksum=zlib.crc32(body))
-    with pytest.raises((WireError, CodecError)):
-        _decoded(lie.pack() + rows[HEADER_NBYTES:])
-    assert peak_address_space_nbytes() - before < 2**30
+    for codec, exponent in itertools.product(("pickle", "msgpack"), (33, 40, 60, 63)):
+        raw = _message({"w": torch.arange(20_000)}, codec)
+        true = Header.unpack(raw)
+        before = peak_address_space_nbytes()
+        for field in ("buffer_count", "meta_nbytes", "body_nbytes", "payload_nbytes"):
+            size = min(2**exponent, 2**32 - 1) if field == "buffer_count" else 2**exponent
+            _check_refused(true._replace(**{field: size}).pack() + raw[HEADER_NBYTES:])
+        rows = raw[HEADER_NBYTES:]
+        rows[:8] = (2**exponent).to_bytes(8, "little")
+        checksum = zlib.crc32(rows[: true.body_nbytes])
+        lie = true._replace(payload_nbytes=2**exponent, body_checksum=checksum)
+        _check_refused(lie.pack() + rows)
+        assert peak_address_space_nbytes() - before < 2**30
