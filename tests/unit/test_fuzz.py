@@ -56,7 +56,7 @@ def test_mutated_messages_give_a_value_or_an_objcomm_error(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [path.name for path in (_CORPUS / "failure").glob("*-*")])
-def test_a_failures_report_is_read_whole_or_refused(name: str) -> None:
+def test_a_report_of_failures_is_read_completely_or_refused(name: str) -> None:
     raw = (_CORPUS / "failure" / name).read_bytes()
     if name.startswith(("right", "mutated")):
         attempt("failure", raw)
@@ -71,14 +71,10 @@ def test_a_head_that_a_bundle_cuts_off_is_refused() -> None:
             TARGETS[name.partition("/")[0]]((_CORPUS / name).read_bytes())
 
 
-def test_all_that_can_be_made_is_drawn() -> None:
-    arguments = [
-        each.description
-        for one in CONSTRUCTORS.values()
-        for each in (*one.arguments, one.rest)
-        if each
-    ]
-    assert set(arguments) == set(drawn.ARGUMENTS)
+def test_everything_that_can_be_built_is_generated() -> None:
+    arguments = [(*each.arguments, each.rest) for each in CONSTRUCTORS.values()]
+    described = {each.description for several in arguments for each in several if each}
+    assert described == set(drawn.ARGUMENTS)
     assert set(drawn.PARTS) == {*CONSTRUCTORS, *plain._RAISE}  # noqa: SLF001  # the rest of the table
     dtypes = {str(each) for each in tensors.DTYPES.values()}
     tools = restricted._TOOLS.keys() - dtypes  # noqa: SLF001  # likewise
@@ -87,7 +83,7 @@ def test_all_that_can_be_made_is_drawn() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # about odd sizes
 @pytest.mark.parametrize("name", drawn.PARTS)
-def test_what_is_drawn_is_made_now_and_then(name: str) -> None:
+def test_some_of_what_is_generated_can_be_built(name: str) -> None:
     chance = random.Random(name)
     several = [drawn.made(chance, name, 4) for _ in range(100)]
     assert any(attempt("plain", drawn.packed(each)) for each in several)
