@@ -3,6 +3,7 @@
 import functools
 import threading
 import weakref
+from unittest import mock
 
 import pytest
 
@@ -82,26 +83,19 @@ def test_a_job_knows_that_it_runs_on_the_line() -> None:
     assert not line.is_here
 
 
-class Held:
-    """An object that can be weakly referenced."""
-
-
 def test_an_idle_line_holds_no_job() -> None:
-    held = Held()
+    held = {"held"}
     kept = weakref.ref(held)
     line = SerialExecutor("idle line")
-    line.submit(functools.partial(_take, held))
+    line.submit(held.clear)
     del held
     line.drain()
     assert kept() is None
 
 
 def test_a_thread_that_cannot_start_takes_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    line, done = SerialExecutor("starved line"), []
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+    line, done = SerialExecutor("starved line"), list[str]()
+    refuse = mock.Mock(side_effect=RuntimeError("can't start new thread"))
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
@@ -115,7 +109,3 @@ def test_a_thread_that_cannot_start_takes_no_job(monkeypatch: pytest.MonkeyPatch
 def _wait_for(event: threading.Event) -> None:
     """A job that ends when the event is set."""
     event.wait(LIMIT_S)
-
-
-def _take(_held: object) -> None:
-    """A job that was given an object."""
