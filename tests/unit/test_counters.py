@@ -20,7 +20,7 @@ def test_figures_of_all_calls_are_added_up() -> None:
     assert not counters.snapshot()
 
 
-def test_calls_are_told_in_their_order_whatever_the_clock_says() -> None:
+def test_calls_are_listed_in_their_order_whatever_the_clock_says() -> None:
     """The clock may be set back, or be read late on a busy machine."""
     history = History()
     for sequence, began in enumerate([10.0, 12.0, 11.9, 13.0]):

@@ -22,7 +22,7 @@ def open_descriptors() -> dict[str, str]:
     return found
 
 
-def test_limits_of_connections_cost_no_descriptor() -> None:
+def test_setting_limits_of_connections_leaves_no_descriptor() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sockets = open_sockets()
         port = listener.getsockname()[1]
@@ -34,7 +34,7 @@ def test_limits_of_connections_cost_no_descriptor() -> None:
 
 
 @pytest.mark.parametrize("key", [b"a key of sixteen bytes or more", b"short"])
-def test_a_key_file_is_closed_whatever_is_in_it(tmp_path: Path, key: bytes) -> None:
+def test_a_key_file_is_closed_whatever_its_content(tmp_path: Path, key: bytes) -> None:
     path = tmp_path / "key"
     path.write_bytes(key)
     path.chmod(0o600)

@@ -44,7 +44,7 @@ def thread_of(leave: threading.Event, name: str) -> threading.Thread:
 
 
 @pytest.mark.parametrize("name", ["objcomm-listen", "objcomm-connect"])
-def test_a_thread_whose_mesh_is_no_more_is_waited_for(leave: threading.Event, name: str) -> None:
+def test_a_thread_whose_mesh_is_gone_is_waited_for(leave: threading.Event, name: str) -> None:
     """The thread may be in the mesh's destructor, and nothing else reports it."""
     thread, look = thread_of(leave, name), Looks(leave)
     assert end_waits(look)
@@ -52,14 +52,14 @@ def test_a_thread_whose_mesh_is_no_more_is_waited_for(leave: threading.Event, na
     assert not thread.is_alive()
 
 
-def test_without_such_threads_nothing_waits(leave: threading.Event) -> None:
+def test_nothing_waits_if_there_are_no_such_threads(leave: threading.Event) -> None:
     assert end_waits(Looks(leave))  # threads of earlier tests may be about to end
     look = Looks(leave)
     assert end_waits(look)
     assert look.count == 1
 
 
-def test_a_line_that_lets_go_of_a_job_is_waited_for(leave: threading.Event) -> None:
+def test_a_thread_that_drops_a_job_is_waited_for(leave: threading.Event) -> None:
     """The job may have held the last reference to a mesh."""
     line, look = SerialExecutor("objcomm-line"), Looks(leave)
 
@@ -73,7 +73,7 @@ def test_a_line_that_lets_go_of_a_job_is_waited_for(leave: threading.Event) -> N
     line.drain()
 
 
-def test_who_does_not_come_back_in_time_is_told(
+def test_a_thread_that_does_not_return_in_time_is_reported(
     leave: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchdog, "FAREWELL_SECONDS", 0.0)

@@ -66,10 +66,10 @@ def _logged(mine: str, theirs: str, root: int = -1) -> list[str]:
 
 
 def test_a_pair_of_lines_is_logged_once_whichever_rank_is_on_which() -> None:
-    (told,) = _logged("/job/train.py:3", "/job/train.py:8")
-    assert "rank 0 is in broadcast (call 0) at /job/train.py:3, but rank 1 is in" in told
-    assert "at /job/train.py:8: " in told
-    assert "name=" in told
+    (text,) = _logged("/job/train.py:3", "/job/train.py:8")
+    assert "rank 0 is in broadcast (call 0) at /job/train.py:3, but rank 1 is in" in text
+    assert "at /job/train.py:8: " in text
+    assert "name=" in text
     assert not _logged("/job/train.py:3", "/job/train.py:8")
     assert not _logged("/job/train.py:8", "/job/train.py:3")
     assert _logged("/job/train.py:3", "/job/train.py:9")
@@ -82,7 +82,7 @@ def test_ranks_may_run_from_different_folders() -> None:
 
 
 @pytest.mark.parametrize("place", ["/job/train.py:4", "/job/eval.py:3", ""])
-def test_other_lines_are_a_desync_where_they_must_agree(place: str) -> None:
+def test_other_lines_are_a_desync_if_they_must_agree(place: str) -> None:
     mine, theirs = _header(0, "/job/train.py:3", 0), _header(1, place, 0)
     for _ in range(2):
         with pytest.raises(DesyncError, match=r"same name=$") as caught:
@@ -94,9 +94,7 @@ def test_other_lines_are_a_desync_where_they_must_agree(place: str) -> None:
 @pytest.mark.parametrize(
     "pair", [("1", "2"), ("1", "3"), ("2", "3"), ("5", "6"), ("8", "9")], ids="-".join
 )
-def test_branches_of_one_if_are_no_pair_to_log_where_one_rank_is_the_root(
-    pair: tuple[str, str],
-) -> None:
+def test_a_branch_for_the_root_is_not_logged(pair: tuple[str, str]) -> None:
     mine, theirs = map(_line_of, pair)
     assert not _logged(mine, theirs, root=1)
     assert not _logged(theirs, mine, root=0)
@@ -107,12 +105,12 @@ def test_branches_of_one_if_are_no_pair_to_log_where_one_rank_is_the_root(
 @pytest.mark.parametrize(
     "pair", [("1", "4"), ("3", "4"), ("5", "7"), ("6", "7"), ("1", "5")], ids="-".join
 )
-def test_a_call_that_the_root_may_make_besides_is_logged(pair: tuple[str, str]) -> None:
+def test_a_call_that_the_root_may_make_additionally_is_logged(pair: tuple[str, str]) -> None:
     mine, theirs = map(_line_of, pair)
     assert _logged(mine, theirs, root=0)
 
 
-def test_where_no_rank_is_a_root_branches_count() -> None:
+def test_branches_are_logged_if_no_rank_is_the_root() -> None:
     assert _logged(_line_of("1"), _line_of("2"))
 
 
@@ -123,13 +121,13 @@ def test_a_program_that_cannot_be_read_is_logged(place: str) -> None:
 
 def test_other_ranks_cannot_fill_the_memory() -> None:
     with mock.patch.object(lines, "_PAIRS_MAX", 3):
-        told = [_logged("/job/train.py:3", f"{number}.py:1") for number in range(5)]
-        assert [len(each) for each in told] == [1, 1, 1, 0, 0]
+        texts = [_logged("/job/train.py:3", f"{number}.py:1") for number in range(5)]
+        assert [len(each) for each in texts] == [1, 1, 1, 0, 0]
         assert len(lines._known) == 3  # noqa: SLF001  # the memory of logged pairs
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "told"),
+    ("place", "name", "unpacked"),
     [
         ("/job/train.py:3", "x", ("/job/train.py:3", "x")),
         ("/job/train.py:3", "n" * 48, ("/job/train.py:3", "n" * 48)),
@@ -141,7 +139,7 @@ def test_other_ranks_cannot_fill_the_memory() -> None:
         ("/job/train.py:3", "two\0parts", ("/job/train.py:3", "two\0parts")),
     ],
 )
-def test_line_and_name_share_a_field(place: str, name: str, told: tuple[str, str]) -> None:
+def test_line_and_name_share_a_field(place: str, name: str, unpacked: tuple[str, str]) -> None:
     header = Header.unpack(_header(0, place, name=name).pack())
-    assert (header.call_site, header.name) == told
-    assert header.position.name == told[1]
+    assert (header.call_site, header.name) == unpacked
+    assert header.position.name == unpacked[1]

@@ -31,7 +31,7 @@ def process_of(program: Program) -> Process:
     return Process.own()._replace(pid=program.pid, born=liveness._born(program.pid))  # noqa: SLF001  # as own() does
 
 
-def test_the_kernel_tells_of_a_process_that_ends(program: Program) -> None:
+def test_the_kernel_reports_a_process_that_ends(program: Program) -> None:
     processes = Processes()
     processes.note(1, process_of(program))
     assert processes.is_beside(1)
@@ -41,7 +41,7 @@ def test_the_kernel_tells_of_a_process_that_ends(program: Program) -> None:
     assert str(program.pid) in processes.end_of(1)
 
 
-def test_one_look_asks_the_kernel_of_some_and_all_looks_of_each(program: Program) -> None:
+def test_each_look_asks_about_some_ranks_and_all_looks_about_each(program: Program) -> None:
     processes, here = Processes(), process_of(program)
     for rank in range(64):
         processes.note(rank, here._replace(name=f"rank {rank}"))
@@ -58,23 +58,23 @@ def test_one_look_asks_the_kernel_of_some_and_all_looks_of_each(program: Program
     assert all(3 in processes.some_of(range(64)) for _ in range(50))
 
 
-def test_one_whose_exit_status_nobody_took_has_ended(program: Program) -> None:
+def test_a_zombie_has_ended(program: Program) -> None:
     process = process_of(program)
     assert not process.has_ended()
     program.kill()
-    with open(f"/proc/{program.pid}/stat") as told:  # noqa: PTH123  # a file that changes
-        while " Z " not in told.read():
-            told.seek(0)
+    with open(f"/proc/{program.pid}/stat") as file:  # noqa: PTH123  # a file that changes
+        while " Z " not in file.read():
+            file.seek(0)
     assert process.has_ended()
 
 
-def test_a_number_that_is_used_again_is_another_process() -> None:
+def test_a_pid_that_is_used_again_is_another_process() -> None:
     own = Process.own()
     assert not own.has_ended()
     assert own._replace(born=own.born - 1).has_ended()
 
 
-def test_what_nobody_could_read_makes_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_start_time_is_not_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Process.own()
     assert not own._replace(born=0).has_ended()  # the process could not read it itself
     monkeypatch.setattr(liveness, "_stat", lambda _: [])  # no descriptor is left
@@ -82,7 +82,7 @@ def test_what_nobody_could_read_makes_no_other_process(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("lacking", [AttributeError, OSError(24, "Too many open files")])
-def test_without_a_descriptor_a_number_must_do(
+def test_a_process_without_a_descriptor_is_watched_by_its_pid(
     monkeypatch: pytest.MonkeyPatch, program: Program, lacking: Exception
 ) -> None:
     monkeypatch.setattr("os.pidfd_open", mock.Mock(side_effect=lacking))
@@ -93,7 +93,7 @@ def test_without_a_descriptor_a_number_must_do(
     assert process.has_ended()
 
 
-def test_of_another_host_only_a_word_tells() -> None:
+def test_the_end_of_a_process_on_another_host_is_known_only_from_its_record() -> None:
     processes, away = Processes(), Process.own()._replace(place="elsewhere", pid=1 << 22)
     processes.note(1, away)
     assert not processes.is_beside(1)
@@ -102,7 +102,7 @@ def test_of_another_host_only_a_word_tells() -> None:
     assert processes.end_of(1) == "its program has ended"
 
 
-def test_an_end_counts_when_it_was_noticed_so_long_ago() -> None:
+def test_an_end_counts_after_it_was_noticed_long_enough_ago() -> None:
     processes = Processes()
     processes.note_end(1, "it left")
     assert processes.end_of(1, for_seconds=1000.0) == ""
@@ -110,7 +110,7 @@ def test_an_end_counts_when_it_was_noticed_so_long_ago() -> None:
     assert processes.end_of(2) == ""
 
 
-def test_in_a_store_that_served_another_world_what_never_lived_is_that_ones() -> None:
+def test_an_ended_process_in_a_reused_store_is_of_the_earlier_world() -> None:
     processes = Processes()
     processes.is_new = False
     left = Process.own()._replace(end_reason="its program has ended")
@@ -121,7 +121,7 @@ def test_in_a_store_that_served_another_world_what_never_lived_is_that_ones() ->
     assert processes.end_of(1) == "its program has ended"
 
 
-def test_what_another_program_wrote_is_refused() -> None:
+def test_a_record_of_another_program_is_refused() -> None:
     own = Process.own()
     assert unpack_record(pack_record(own), Process, "a process").place == own.place
     no_numbers = [math.inf, -1, 0, 1 << 31, 1 << 40, 1 << 63, "1", True, None]
@@ -131,7 +131,7 @@ def test_what_another_program_wrote_is_refused() -> None:
             unpack_record(raw, Process, "a process")
 
 
-def test_who_is_stopped_is_known_on_its_own_host_only(program: Program) -> None:
+def test_a_stopped_process_is_known_only_on_its_own_host(program: Program) -> None:
     processes, process = Processes(), process_of(program)
     processes.note(1, process)
     processes.note(2, process._replace(name="of another host", place="elsewhere"))
