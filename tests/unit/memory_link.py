@@ -16,13 +16,7 @@ from objcomm._algorithms.transfers import Meter
 from objcomm._config import Settings
 from objcomm._observe.history import CallRecord
 from objcomm._transport.lane import Lane
-from objcomm._transport.link import (
-    PEER_LOST,
-    Deadline,
-    LinkClosed,
-    LinkTimeout,
-    Sharing,
-)
+from objcomm._transport.link import PEER_LOST, Deadline, LinkClosed, LinkTimeout, Sharing
 from objcomm._transport.share import Share
 from objcomm._transport.threads import Signal
 from objcomm._wire.admission import Gate
@@ -368,8 +362,7 @@ class MemoryDeviceLink:
         self._link.recv(flat, peer).wait(timedelta(seconds=JOIN_SECONDS))
 
     def all_to_all(self, flat: torch.Tensor, into: torch.Tensor) -> None:
-        parts = flat.chunk(self._link.size)
-        self._swap(list(parts), into)
+        self._swap(flat.chunk(self._link.size), into)
 
     def all_gather(self, flat: torch.Tensor, into: torch.Tensor) -> None:
         self._swap([flat] * self._link.size, into)
@@ -377,7 +370,7 @@ class MemoryDeviceLink:
     def abort(self) -> None:
         """End nothing."""
 
-    def _swap(self, flats: list[torch.Tensor], into: torch.Tensor) -> None:
+    def _swap(self, flats: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         rooms = into.chunk(self._link.size)
         for peer, flat in enumerate(flats):
             if peer != self._link.rank:
