@@ -29,13 +29,12 @@ def _offered(*numbers: int, secret: bytes | None = None) -> tuple[Offers, list[t
 
 def test_each_offer_gets_its_own_answer_once_in_any_order() -> None:
     offers, answered = _offered(3, 4, 5)
-    peer = _mesh(1)
     for number in (5, 3, 5):
-        assert offers.accept_answer(answer(peer, Operation.TAKE, number) + b"behind it")
+        assert offers.accept_answer(answer(_mesh(1), Operation.TAKE, number) + b"behind it")
     assert answered == [(5, True), (3, True)]
 
 
-def test_another_answer_about_the_same_message_is_another_offer() -> None:
+def test_an_answer_of_another_kind_takes_no_offer() -> None:
     offers, answered = _offered(3)
     offers.accept_answer(answer(_mesh(1), Operation.READY, 3))
     assert answered == []
@@ -44,50 +43,38 @@ def test_another_answer_about_the_same_message_is_another_offer() -> None:
     assert answered == [(-3, True)]
 
 
-def test_what_is_withdrawn_gets_no_answer() -> None:
+def test_a_withdrawn_offer_gets_no_answer_and_a_late_one_fails_immediately() -> None:
     offers, answered = _offered(3, 4)
     assert offers.withdraw(3)
     assert not offers.withdraw(3)
     offers.accept_answer(answer(_mesh(1), Operation.TAKE, 3))
     offers.fail()
     assert answered == [(4, False)]
-
-
-def test_an_offer_after_the_end_is_informed_immediately() -> None:
-    offers, answered = _offered()
-    offers.fail()
     offers.put(7, lambda is_answered: answered.append((7, is_answered)))
-    assert answered == [(7, False)]
+    assert answered == [(4, False), (7, False)]
 
 
 _ANSWER = answer(_mesh(1, b"key"), Operation.TAKE, 3)
+_INVALID = {
+    "nothing": b"",
+    "cut off": _ANSWER[:8],
+    "a short proof": _ANSWER[:-1],
+    "not an answer": bytes([0]) + _ANSWER[1:],
+    "not an answer to an offer": bytes([Operation.SEND]) + _ANSWER[1:],
+    "another answer": bytes([Operation.READY]) + _ANSWER[1:],
+    "another number": _ANSWER[:1] + bytes([4]) + _ANSWER[2:],
+    "another proof": _ANSWER[:-1] + bytes([_ANSWER[-1] ^ 1]),
+    "this rank's own": answer(_mesh(0, b"key"), Operation.TAKE, 3),
+    "another key": answer(_mesh(1, b"another"), Operation.TAKE, 3),
+    "no key": answer(_mesh(1), Operation.TAKE, 3),
+}
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"",
-        _ANSWER[:8],
-        _ANSWER[:-1],
-        bytes([0]) + _ANSWER[1:],
-        bytes([Operation.SEND]) + _ANSWER[1:],
-        bytes([Operation.READY]) + _ANSWER[1:],
-        _ANSWER[:1] + bytes([4]) + _ANSWER[2:],
-        _ANSWER[:-1] + bytes([_ANSWER[-1] ^ 1]),
-        answer(_mesh(0, b"key"), Operation.TAKE, 3),
-        answer(_mesh(1, b"another"), Operation.TAKE, 3),
-        answer(_mesh(1), Operation.TAKE, 3),
-    ],
-    ids=[
-        *("nothing", "cut off", "a short proof", "no answer", "no answer to an offer"),
-        *("another answer", "another number", "another proof"),
-        *("this rank's own", "another key", "no key"),
-    ],
-)
-def test_an_answer_that_the_other_rank_has_not_sent_is_an_error(raw: bytes) -> None:
+@pytest.mark.parametrize("case", _INVALID)
+def test_an_answer_that_the_other_rank_has_not_sent_is_an_error(case: str) -> None:
     offers, answered = _offered(3, secret=b"key")
     with pytest.raises(WireError, match="rank 1 has sent an invalid answer"):
-        offers.accept_answer(raw)
+        offers.accept_answer(_INVALID[case])
     assert answered == []
     offers.accept_answer(_ANSWER)
     assert answered == [(3, True)]
