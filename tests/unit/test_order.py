@@ -26,11 +26,21 @@ from objcomm._transport.threads import (
 )
 from tests.waits import PATIENCE_S, wait_until
 
+GIVEN_UP = "before everything sent over them was taken"
+
+
+class Held:
+    """An object that can be weakly referenced."""
+
 
 def placed(order: TicketQueue) -> Ticket:
     place = Ticket(order)
     place.take()
     return place
+
+
+def without_threads() -> Any:
+    return mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no threads"))
 
 
 def test_places_are_entered_in_the_order_in_which_they_were_taken() -> None:
@@ -61,7 +71,7 @@ def test_an_error_inside_lets_the_next_one_in() -> None:
     assert placed(order).enter(0)
 
 
-def test_who_leaves_before_its_turn_keeps_nobody_behind_it_and_overtakes_nobody() -> None:
+def test_a_thread_that_leaves_before_its_turn_blocks_none_and_overtakes_none() -> None:
     order = TicketQueue()
     first, second, third = placed(order), placed(order), placed(order)
     assert first.enter(0)
@@ -74,7 +84,7 @@ def test_who_leaves_before_its_turn_keeps_nobody_behind_it_and_overtakes_nobody(
     assert order.waiting == 1
 
 
-def test_a_place_that_was_never_taken_is_left_like_any_other() -> None:
+def test_a_place_that_was_never_taken_can_be_left() -> None:
     order = TicketQueue()
     first = placed(order)
     with Ticket(order):
@@ -86,7 +96,7 @@ def test_a_place_that_was_never_taken_is_left_like_any_other() -> None:
 
 @pytest.mark.parametrize("has_started", [False, True])
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
-def test_a_start_that_failed_is_made_again_and_one_that_did_not_is_not(
+def test_a_thread_is_started_again_only_if_its_start_failed(
     error: BaseException, *, has_started: bool
 ) -> None:
     start = threading.Thread.start
@@ -115,17 +125,15 @@ def test_a_start_that_failed_is_made_again_and_one_that_did_not_is_not(
     assert single.has_begun
 
 
-def test_who_has_done_the_job_itself_waits_for_no_thread() -> None:
-    single = OnceThread("of a test")
-    done: list[int] = []
+def test_after_a_job_was_done_here_there_is_no_thread_to_wait_for() -> None:
+    single, done = OnceThread("of a test"), list[int]()
     single.do_here(lambda: done.append(1))
     single.join(PATIENCE_S)
     assert done == [1]
 
 
 def test_jobs_that_wait_for_each_other_are_done_at_the_same_time() -> None:
-    pool = ThreadPool()
-    meeting = threading.Barrier(9)
+    pool, meeting = ThreadPool(), threading.Barrier(9)
 
     def meet() -> None:
         meeting.wait(PATIENCE_S)
@@ -139,16 +147,9 @@ def test_idle_threads_are_used_again() -> None:
     pool = ThreadPool()
     threads: set[threading.Thread] = set()  # thread numbers would be reused
     for _ in range(50):
-        done = threading.Event()
-
-        def job(done: threading.Event = done) -> None:
-            threads.add(threading.current_thread())
-            done.set()
-
-        pool.submit(job)
-        assert done.wait(PATIENCE_S)
+        pool.submit(lambda: threads.add(threading.current_thread()))
         wait_until(lambda: not pool.under_way, "the thread to be idle")
-    assert len(threads) < 10
+    assert 0 < len(threads) < 10
 
 
 def test_idle_threads_end_and_no_job_is_lost() -> None:
@@ -163,7 +164,7 @@ def test_idle_threads_end_and_no_job_is_lost() -> None:
         wait_until(lambda: not set(threading.enumerate()) - before, "the end of its threads")
 
 
-def test_a_wait_that_is_given_up_raises_and_counts_no_more_when_it_ends() -> None:
+def test_an_abandoned_wait_raises_and_is_no_longer_counted() -> None:
     apart, begun, may_end = Apart(), threading.Event(), threading.Event()
     threads: list[threading.Thread] = []
 
@@ -181,10 +182,10 @@ def test_a_wait_that_is_given_up_raises_and_counts_no_more_when_it_ends() -> Non
         begun.wait()
         apart.do(lambda: threads.append(threading.current_thread()))  # its thread stays, idle
         apart.abandon()
-        with pytest.raises(RuntimeError, match="before everything sent over them was taken"):
+        with pytest.raises(RuntimeError, match=GIVEN_UP):
             caller.result()
         assert not apart._pool.under_way  # noqa: SLF001  # there is no public way
-        with pytest.raises(RuntimeError, match="before everything sent over them was taken"):
+        with pytest.raises(RuntimeError, match=GIVEN_UP):
             apart.do(wait)
         may_end.set()
     wait_until(lambda: not any(each.is_alive() for each in threads), "their end")
@@ -192,8 +193,8 @@ def test_a_wait_that_is_given_up_raises_and_counts_no_more_when_it_ends() -> Non
 
 
 @pytest.mark.parametrize("error", [None, LookupError("of the wait")])
-def test_a_wait_that_ends_though_it_was_given_up_has_ended(error: Exception | None) -> None:
-    """As its thread finds out when it gets its turn."""
+def test_an_abandoned_wait_that_ends_first_has_its_own_outcome(error: Exception | None) -> None:
+    """Its thread finds out when it gets its turn."""
     apart, begun, may_end = Apart(), threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -214,28 +215,18 @@ def test_a_wait_that_ends_though_it_was_given_up_has_ended(error: Exception | No
         assert pool.submit(apart.do, wait).exception() is error  # and so from now on
 
 
-def test_without_a_thread_to_spare_what_is_given_up_is_not_waited_for() -> None:
-    apart = Apart()
-    apart.abandon()
-    with (
-        mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no threads")),
-        pytest.raises(RuntimeError, match="before everything sent over them was taken"),
-    ):
-        apart.do(lambda: pytest.fail("it may have no end"))
-
-
-def test_without_a_thread_to_spare_the_caller_waits_itself() -> None:
-    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no threads")):
-        waited = []
-        Apart().do(lambda: waited.append(threading.current_thread()))
-    assert waited == [threading.current_thread()]
+def test_without_a_spare_thread_the_caller_waits_unless_the_wait_was_abandoned() -> None:
+    apart, waited = Apart(), list[threading.Thread]()
+    with without_threads():
+        apart.do(lambda: waited.append(threading.current_thread()))
+        assert waited == [threading.current_thread()]
+        apart.abandon()
+        with pytest.raises(RuntimeError, match=GIVEN_UP):
+            apart.do(lambda: pytest.fail("it may have no end"))
 
 
 def test_the_error_of_a_wait_is_freed_with_its_last_user() -> None:
     """No cycle may keep what the wait holds, its connections, until the collector runs."""
-
-    class Held:
-        pass
 
     def wait(held: object) -> None:
         raise RuntimeError(f"while {type(held).__name__} was held")
@@ -252,7 +243,7 @@ def test_the_error_of_a_wait_is_freed_with_its_last_user() -> None:
         gc.enable()
 
 
-def test_places_that_are_left_as_their_turns_come_may_be_thousands() -> None:
+def test_thousands_of_places_can_be_left_as_their_turns_come() -> None:
     order, turns = TicketQueue(), list[int]()
     first = placed(order)
     places: list[Ticket] = []
@@ -270,27 +261,27 @@ def test_places_that_are_left_as_their_turns_come_may_be_thousands() -> None:
     assert order.waiting == 0
 
 
-def test_a_turn_that_comes_to_nobody_else_is_told_while_another_is_being_told() -> None:
+def test_a_callback_may_delay_the_next_turn_but_not_lose_it() -> None:
     order = TicketQueue()
-    begun, go_on, told = threading.Event(), threading.Event(), threading.Event()
+    begun, go_on, called = threading.Event(), threading.Event(), threading.Event()
 
     def begin_slowly() -> None:
         begun.set()
         go_on.wait(PATIENCE_S)
 
-    slow, next_one = Ticket(order, begin_slowly), Ticket(order, told.set)
-    teller = threading.Thread(target=slow.take)
-    teller.start()
+    slow, next_one = Ticket(order, begin_slowly), Ticket(order, called.set)
+    caller = threading.Thread(target=slow.take)
+    caller.start()
     begun.wait(PATIENCE_S)
     next_one.take()
     slow.leave()
-    assert not told.is_set()
+    assert not called.is_set()
     go_on.set()
-    teller.join(PATIENCE_S)
-    assert told.is_set()
+    caller.join(PATIENCE_S)
+    assert called.is_set()
 
 
-def test_a_queue_does_its_jobs_in_order_on_a_thread_that_is_lent() -> None:
+def test_a_queue_does_its_jobs_in_order_on_a_thread_of_its_pool() -> None:
     pool = ThreadPool()
     line, done, threads = SerialQueue(pool), list[int](), set[threading.Thread]()
 
@@ -298,35 +289,28 @@ def test_a_queue_does_its_jobs_in_order_on_a_thread_that_is_lent() -> None:
         done.append(number)
         threads.add(threading.current_thread())
 
-    for turn in range(3):
-        for number in range(100):
-            line.submit(partial(job, 100 * turn + number))
-        wait_until(lambda turn=turn: len(done) == 100 * turn + 100, "all jobs")  # type: ignore[misc]  # bound as a default
+    for turn in (0, 100, 200):
+        for number in range(turn, turn + 100):
+            line.submit(partial(job, number))
+        wait_until(lambda: len(done) == number + 1, "all jobs")  # noqa: B023  # called in this turn only
         wait_until(lambda: not pool.under_way, "the thread to be given back")
     assert done == list(range(300))
     assert len(threads) <= 3
 
 
-def test_a_queue_without_a_thread_takes_no_job_and_serves_the_next() -> None:
+def test_a_queue_without_a_thread_refuses_a_job_and_serves_the_next() -> None:
     line, done = SerialQueue(ThreadPool()), threading.Event()
-    with (
-        mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no threads")),
-        pytest.raises(RuntimeError),
-    ):
+    with without_threads(), pytest.raises(RuntimeError):
         line.submit(pytest.fail)
     line.submit(done.set)
     assert done.wait(PATIENCE_S)
 
 
-class Held:
-    """An object that can be weakly referenced."""
-
-
 def test_alarms_ring_in_the_order_of_their_times_on_one_thread() -> None:
-    clock, rung = AlarmClock("of a test"), list[tuple[int, int]]()
+    clock, rung = AlarmClock("of a test"), dict[int, int]()
 
     def ring(number: int) -> None:
-        rung.append((number, threading.get_ident()))
+        rung[number] = threading.get_ident()
 
     # All alarms are set at the same moment, before the thread looks, however busy the machine is.
     still = SimpleNamespace(monotonic=partial(float, time.monotonic()))
@@ -334,11 +318,11 @@ def test_alarms_ring_in_the_order_of_their_times_on_one_thread() -> None:
         for number in (3, 1, 2):
             clock.set(0.01 * number, partial(ring, number))
     wait_until(lambda: len(rung) == 3, "all alarms")
-    assert [number for number, _ in rung] == [1, 2, 3]
-    assert len({thread for _, thread in rung}) == 1
+    assert list(rung) == [1, 2, 3]
+    assert len({*rung.values()}) == 1
 
 
-def test_an_alarm_that_is_cancelled_never_rings_and_holds_nothing() -> None:
+def test_a_cancelled_alarm_never_rings_and_holds_nothing() -> None:
     clock, held, rung = AlarmClock("of a test"), Held(), threading.Event()
     gone = weakref.ref(held)
     alarms = [clock.set(1000.0, partial(pytest.fail, str(held))) for _ in range(1000)]
@@ -355,14 +339,14 @@ def test_an_alarm_that_is_cancelled_never_rings_and_holds_nothing() -> None:
     assert len(clock._alarms) <= 1  # noqa: SLF001  # there is no public way
 
 
-def test_a_clock_without_alarms_has_no_thread_and_gets_another() -> None:
+def test_a_clock_without_alarms_ends_its_thread_and_gets_another() -> None:
+    def names() -> list[str]:
+        return [each.name for each in threading.enumerate()]
+
     with mock.patch.object(module, "_LINGER_SECONDS", 0.01):
         clock = AlarmClock("ending clock")
         for _ in range(3):
             rung = threading.Event()
             clock.set(0.001, rung.set)
             assert rung.wait(PATIENCE_S)
-            wait_until(
-                lambda: not [each for each in threading.enumerate() if each.name == "ending clock"],
-                "its thread to end",
-            )
+            wait_until(lambda: "ending clock" not in names(), "its thread to end")
