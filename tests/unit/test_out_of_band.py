@@ -20,7 +20,7 @@ class Block:
 
 
 @pytest.mark.parametrize("nbytes", [1, 1000, 100_000])
-def test_what_is_pickled_out_of_band_is_writable_and_aligned(nbytes: int) -> None:
+def test_out_of_band_buffers_are_writable_and_aligned(nbytes: int) -> None:
     sent = Block(bytearray(b"a" * nbytes))
     got = objcomm.from_tensor(objcomm.to_tensor(sent)).content
     assert got == sent.content
