@@ -17,6 +17,7 @@ from objcomm.compat import axolotl, flashy, speechbrain
 from objcomm.compat import torch as compat_torch
 
 PACKAGE = str(Path(objcomm.__file__).parent)
+CALL_FILE = str(Path(call.__file__))
 LOCK = threading.Lock()
 
 
@@ -66,16 +67,13 @@ CALLS: dict[str, Callable[[], object]] = {
     ("name", "word", "named"),
     [("send", "dest", "dst="), ("recv", "source", "src="), ("broadcast", "root", "src= or dst=")],
 )
-def test_a_keyword_of_another_library_is_answered_with_the_right_one(
-    name: str, word: str, named: str
-) -> None:
-    operation = getattr(objcomm, name)
+def test_a_keyword_of_another_library_gets_a_note(name: str, word: str, named: str) -> None:
     with pytest.raises(TypeError, match=word) as caught:
-        operation(**{word: 0})
+        getattr(objcomm, name)(**{word: 0})
     assert caught.value.__notes__ == [f"{word}= is called {named} in objcomm"]
 
 
-def test_a_type_error_of_what_was_called_gets_no_such_note() -> None:
+def test_a_type_error_of_the_users_class_gets_no_note() -> None:
     def refuse(*_: object, root: int, **__: object) -> None:
         raise TypeError(root)
 
@@ -106,11 +104,11 @@ def test_a_message_taken_twice_shows_the_programs_own_lines() -> None:
         assert _files(caught.value) == [__file__]
 
 
-def test_a_defect_of_objcomms_shows_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_of_objcomm_shows_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call, "resolve", operator.attrgetter("missing"))
     with pytest.raises(TypeError) as caught:
         objcomm.broadcast(1)
-    assert str(Path(call.__file__)) in _files(caught.value)
+    assert CALL_FILE in _files(caught.value)
 
 
 def test_there_is_a_switch_to_see_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +117,9 @@ def test_there_is_a_switch_to_see_all_frames(monkeypatch: pytest.MonkeyPatch) ->
     try:
         with pytest.raises(objcomm.CollectiveError) as caught:
             objcomm.run_on_main(fail)
-        assert all(str(Path(call.__file__)) in _files(each) for each in _chain(caught.value))
+        assert all(CALL_FILE in _files(each) for each in _chain(caught.value))
         assert "[objcomm:" not in caught.value.failures[0].traceback
-        assert str(Path(call.__file__)) in caught.value.failures[0].traceback
+        assert CALL_FILE in caught.value.failures[0].traceback
     finally:
         monkeypatch.undo()
         _config.shows_full_tracebacks.cache_clear()
