@@ -52,14 +52,13 @@ class Rank:
         self.board = Board(dist.PrefixStore("objcomm", store), rank, Processes())
         self.store: Any = Counted(self.board._store)  # noqa: SLF001  # nothing else shows the questions
         setattr(self.board, "_store", self.store)  # noqa: B010  # a counter in place of the store
-        self.mesh = mesh_that_has_met(rank, tuple(range(size)), self._board_thread())
-        link: Any = SimpleNamespace(abort=lambda _: None)
-        self.mesh.link = link
+        thread = SimpleNamespace(submit=lambda job: job(self.board), processes=Processes())
+        self.mesh: Any = mesh_that_has_met(rank, tuple(range(size)), thread)
+        self.mesh.link = SimpleNamespace(abort=lambda _: None)
         self.waits = rank not in silent | {_AWAY}
         self.lane = Lane("main", 0, threading.current_thread())
-        self.entry = CallRecord(
-            header_of(rank, sequence=_CALL, operation=Operation.BARRIER), "barrier"
-        )
+        header = header_of(rank, sequence=_CALL, operation=Operation.BARRIER)
+        self.entry = CallRecord(header, "barrier")
         self.entry.awaits, self.entry.limit_seconds = 0, 5.0
         self.entry.first_asked, self.entry.has_expired = 1, True
         self.entry.waits_since = self.entry.waits_until = time.monotonic()
@@ -69,9 +68,6 @@ class Rank:
         self.where = WaitSnapshot(1, MAIN, (state,))
         if rank not in silent:
             self.board.publish(self.where)
-
-    def _board_thread(self) -> Any:
-        return SimpleNamespace(submit=lambda job: job(self.board), processes=Processes())
 
     def expire(self) -> None:
         """Let its limit pass."""
@@ -88,11 +84,12 @@ Job = Callable[..., list[Rank]]
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Job:
-    """Create the ranks of a job, and return those that wait."""
+    """Create the ranks of a job, each of which waits ``within`` for answers; return those in it."""
 
-    def make(silent: set[int], size: int = _SIZE) -> list[Rank]:
+    def make(*silent: int, size: int = _SIZE, within: float = PATIENCE_S) -> list[Rank]:
+        monkeypatch.setattr(inquiry, "_ANSWERS_WITHIN_SECONDS", within)
         store = dist.HashStore()
-        ranks = [Rank(store, rank, size, silent) for rank in range(size)]
+        ranks = [Rank(store, rank, size, set(silent)) for rank in range(size)]
         of = {rank.mesh: rank for rank in ranks}
         monkeypatch.setattr(inquiry, "wait_snapshot", lambda meshes, _: of[meshes[0]].where)
         monkeypatch.setattr(Board, "ask", lambda _: 1)  # so that no answer is too old
@@ -120,12 +117,10 @@ def verdict_of(ranks: list[Rank]) -> Verdict:
     return verdict
 
 
-def test_of_many_ranks_that_pass_a_limit_together_one_asks_all(
+def test_one_of_many_ranks_that_time_out_asks_all(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # No rank is silent, so the first need not wait this long; the others would.
-    monkeypatch.setattr(inquiry, "_ANSWERS_WITHIN_SECONDS", PATIENCE_S)
-    ranks = job(silent=set())
+    ranks = job()  # none is silent, so the first gets all answers without waiting
     take_turn, all_have_come = Board.take_turn, threading.Barrier(len(ranks))
 
     def together(board: Board, key: str) -> int:
@@ -146,11 +141,8 @@ def test_of_many_ranks_that_pass_a_limit_together_one_asks_all(
 
 
 @pytest.mark.parametrize("lost", [1, 2, 9])
-def test_where_those_that_were_to_ask_are_lost_another_one_does(
-    job: Job, monkeypatch: pytest.MonkeyPatch, lost: int
-) -> None:
-    monkeypatch.setattr(inquiry, "_ANSWERS_WITHIN_SECONDS", 0.1)
-    ranks = job(silent={_SILENT})
+def test_if_the_ranks_that_should_ask_are_lost_another_one_asks(job: Job, lost: int) -> None:
+    ranks = job(_SILENT, within=0.1)
     for _ in range(lost):
         ranks[0].board.take_turn(_NONCE)
     on_all(ranks, Rank.expire)
@@ -175,10 +167,9 @@ def called(rank: Rank, *calls: Step) -> None:
     rank.board.publish(rank.where)
 
 
-def test_a_desync_says_what_all_ranks_called(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_desync_shows_what_all_ranks_called(job: Job) -> None:
     """The silent rank is left out; the late rank's last call is the one before."""
-    monkeypatch.setattr(inquiry, "_ANSWERS_WITHIN_SECONDS", 0.1)
-    ranks = job(silent={_SILENT})
+    ranks = job(_SILENT, within=0.1)
     called(ranks[2], step(_CALL, root=7))
     found = out_of_step(ranks[0], 2)
     assert found.reason == "different roots"
@@ -189,9 +180,9 @@ def test_a_desync_says_what_all_ranks_called(job: Job, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_where_numbers_differ_the_call_in_which_ranks_parted_is_named(job: Job, ahead: int) -> None:
+def test_a_mismatch_found_later_is_blamed_on_the_call_where_it_began(job: Job, ahead: int) -> None:
     """A rank that only sends continues, so it may find the mismatch in a later call."""
-    ranks = job(silent=set(), size=2)
+    ranks = job(size=2)
     called(ranks[ahead], step(_CALL, root=ahead), step(_CALL + 1))
     called(ranks[1 - ahead], step(_CALL, root=1 - ahead))
     ranks[0].entry.header = ranks[0].entry.header._replace(sequence=_CALL + 1 - ahead)
@@ -200,8 +191,8 @@ def test_where_numbers_differ_the_call_in_which_ranks_parted_is_named(job: Job, 
     assert [(each.sequence, each.root) for each in found.positions] == [(_CALL, 0), (_CALL, 1)]
 
 
-def test_calls_that_go_together_are_no_explanation(job: Job) -> None:
-    ranks = job(silent=set(), size=2)
+def test_matching_calls_explain_no_mismatch(job: Job) -> None:
+    ranks = job(size=2)
     for rank in ranks:
         called(rank, step(_CALL), step(_CALL + 1))
     found = out_of_step(ranks[0], 1, _CALL + 1)
@@ -209,7 +200,7 @@ def test_calls_that_go_together_are_no_explanation(job: Job) -> None:
 
 
 def test_few_ranks_all_ask(job: Job) -> None:
-    ranks = job(silent=set(), size=4)
+    ranks = job(size=4)
     ranks[0].lane.entry = None
     ranks[0].board.publish(WaitSnapshot(1, MAIN, ()))
     ranks[1].expire()
@@ -217,10 +208,10 @@ def test_few_ranks_all_ask(job: Job) -> None:
     assert not ranks[1].store.asked["add turns"]
 
 
-def test_who_succeeds_while_it_asks_leaves_its_turn_to_others(
+def test_a_rank_whose_wait_ends_while_it_asks_leaves_its_turn_to_others(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = job(silent=set())[:2]
+    first, second = job()[:2]
     read = Board.read
 
     def succeed(board: Board, rank: int, asked: int) -> WaitSnapshot | None:
@@ -232,24 +223,20 @@ def test_who_succeeds_while_it_asks_leaves_its_turn_to_others(
         first.expire()
     assert first.mesh.verdict is None
     assert not first.store.check([f"turns/{_NONCE}"])
-    monkeypatch.setattr(inquiry, "_ANSWERS_WITHIN_SECONDS", PATIENCE_S)
     second.expire()
     assert second.mesh.verdict is not None
 
 
-@pytest.mark.parametrize("silent", [set(), {0, 1, 2}, {_SILENT}], ids=str)
-def test_of_many_ranks_that_wait_the_lowest_alone_asks_all_and_tells(
-    job: Job, monkeypatch: pytest.MonkeyPatch, silent: set[int]
+@pytest.mark.parametrize("silent", [(), (0, 1, 2), (_SILENT,)], ids=str)
+def test_if_many_ranks_wait_only_the_lowest_asks_all_and_reports(
+    job: Job, monkeypatch: pytest.MonkeyPatch, silent: tuple[int, ...]
 ) -> None:
     # A rank delayed for most of this time asks all ranks. A silent rank costs all of it.
-    monkeypatch.setattr(inquiry, "_ANSWERS_WITHIN_SECONDS", 3.0 if silent else PATIENCE_S)
-    told: list[tuple[int, Verdict]] = []
-    monkeypatch.setattr(
-        inquiry, "_warn", lambda mesh, _, verdict: told.append((mesh.rank, verdict))
-    )
-    ranks = job(silent)
+    ranks = job(*silent, within=3.0 if silent else PATIENCE_S)
+    reports: list[tuple[int, Verdict]] = []
+    monkeypatch.setattr(inquiry, "_warn", lambda mesh, _, got: reports.append((mesh.rank, got)))
     on_all(ranks, Rank.report)
-    ((rank, verdict),) = told
+    ((rank, verdict),) = reports
     assert rank == min(each.mesh.rank for each in ranks)
     assert verdict.ranks == tuple(sorted({_AWAY, *silent}))
     assert verdict.silent == tuple(sorted(silent))
