@@ -46,16 +46,8 @@ def combined(present: Sequence[int], numel: int) -> torch.Tensor:
 def part(rank: int, numel: int, present: tuple[int, ...], *, is_taker: bool) -> Part:
     mine = operand(rank, numel) if rank in present else None
     result = torch.full((numel,), -1, dtype=torch.int32) if is_taker else None
-    return Part(
-        mine,
-        result,
-        torch.int32,
-        torch.int32,
-        numel,
-        present,
-        in_order,
-        ("int32", present),
-    )
+    kind = "int32", present
+    return Part(mine, result, torch.int32, torch.int32, numel, present, in_order, kind)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +55,7 @@ def part(rank: int, numel: int, present: tuple[int, ...], *, is_taker: bool) -> 
     [(2, None), (2, 0), (2, 1), (3, None), (3, 1), (8, 0), (8, None), (13, None), (13, 1)],
 )
 @pytest.mark.parametrize("sharing", [(), (0,)], ids=["sent", "in a workspace"])
-def test_every_part_is_combined_whoever_has_it(
+def test_every_part_is_combined_from_the_ranks_that_have_it(
     size: int, root: int | None, sharing: tuple[int, ...]
 ) -> None:
     everyone = tuple(range(size))
@@ -96,7 +88,7 @@ def reduced(numel: int, exchange: Exchange) -> Part:
     return mine
 
 
-def test_the_work_is_divided_and_no_byte_goes_twice() -> None:
+def test_the_work_is_divided_and_no_byte_is_sent_twice() -> None:
     size, nbytes = 4, 4_000_000
     links = linked(size)
     run(links, functools.partial(reduced, nbytes // 4))
@@ -107,7 +99,7 @@ def test_the_work_is_divided_and_no_byte_goes_twice() -> None:
         assert results == pytest.approx(nbytes / size * (size - 1), rel=0.01)
 
 
-def test_ranks_of_one_host_send_each_other_words_only() -> None:
+def test_ranks_of_one_host_send_each_other_single_bytes_only() -> None:
     size = 3
     links = linked(size, sharing=(0,))
 
@@ -126,17 +118,15 @@ def test_ranks_of_one_host_send_each_other_words_only() -> None:
 
 
 @pytest.mark.parametrize("step", ["fixed", "common"])
-def test_where_one_rank_has_no_memory_to_share_all_send(step: str) -> None:
-    """Or if it has no room to map the others' memory."""
+def test_if_one_rank_can_share_or_map_no_memory_all_send(step: str) -> None:
     links = linked(3, sharing=(0,))
-    original = getattr(Share, step)
+    original, calls = getattr(Share, step), itertools.count()
 
     def refused(*given: Any, **options: Any) -> Any:
         if next(calls) == 1:
             raise OSError("refused")
         return original(*given, **options)
 
-    calls = itertools.count()
     with mock.patch.object(Share, step, refused):
         on_ranks = run(links, functools.partial(reduced, 1_000_000))
     want = combined(range(3), 1_000_000)
@@ -144,7 +134,7 @@ def test_where_one_rank_has_no_memory_to_share_all_send(step: str) -> None:
     assert sum(count for count, _ in links[0].sent) > 1_000_000
 
 
-def test_nobody_goes_on_before_all_have_their_results() -> None:
+def test_no_rank_continues_before_all_have_their_results() -> None:
     """The next call overwrites the memory that they are read from."""
     links = linked(2, sharing=(0,))
     has_gone_on = threading.Event()
@@ -202,38 +192,37 @@ def test_batches_have_every_element_once_and_room_for_their_pieces(
         assert ends[-1] == each.numel
 
 
-def test_nothing_travels_for_nothing() -> None:
+def test_an_empty_tensor_costs_no_message() -> None:
     links = linked(2)
     run(links, functools.partial(reduced, 0))
     assert [link.sent for link in links] == [[], []]
 
 
+MODELS: dict[str, Any] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "prod": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "any": torch.logical_or,
+    "all": torch.logical_and,
+}
+
+
 @pytest.mark.parametrize("dtype", sorted(operators.DTYPES, key=str), ids=str)
-@pytest.mark.parametrize("op", ["sum", "prod", "mean", "any", "all", "min", "max"])
-def test_pieces_give_what_the_whole_gives(op: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("op", MODELS)
+def test_a_tensor_is_combined_piece_by_piece(op: str, dtype: torch.dtype) -> None:
     if dtype.is_complex and op in ("min", "max"):
         pytest.skip("no order")
     generator = torch.Generator().manual_seed(7)
-    operands = [
-        torch.randint(0, 3, (70_000,), generator=generator)
-        .to(dtype)
-        .to(operators.operand_dtype(op, dtype))
-        for _ in range(3)
-    ]
+    operand_dtype = operators.operand_dtype(op, dtype)
+    drawn = [torch.randint(0, 3, (70_000,), generator=generator) for _ in range(3)]
+    operands = [each.to(dtype).to(operand_dtype) for each in drawn]
     kept = [each.clone() for each in operands]
     wide = operators.wide_dtype(op, dtype, None)
     into = torch.empty(70_000, dtype=operators.result_dtype(op, dtype))
     operators.combine_tensors(op, operands, into, wide)
-    model: dict[str, Any] = {
-        "sum": torch.add,
-        "mean": torch.add,
-        "prod": torch.mul,
-        "min": torch.minimum,
-        "max": torch.maximum,
-        "any": torch.logical_or,
-        "all": torch.logical_and,
-    }
-    want = functools.reduce(model[op], [each.to(wide) for each in operands])
+    want = functools.reduce(MODELS[op], [each.to(wide) for each in operands])
     if op == "mean":
         want = want / 3
     assert torch.equal(into, want.to(into.dtype))
