@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import objcomm
-from objcomm import CodecError, DecodeError, EncodeError, UsageError
-from objcomm._codecs.base import Codec, Encoded
+from objcomm import CodecError, EncodeError, UsageError
+from objcomm._codecs.base import Encoded
 from objcomm._wire.header import HEADER_NBYTES, Header
 from tests import samples
 from tests.contracts import check_codec
@@ -34,13 +34,10 @@ class Json:
         self, meta: memoryview, buffers: Sequence[Any], *, device: torch.device | None = None
     ) -> Any:
         del buffers, device
-        try:
-            return json.loads(bytes(meta))
-        except ValueError as error:
-            raise DecodeError(self.name, str(error)) from error
+        return json.loads(bytes(meta))  # its errors become DecodeErrors
 
 
-def test_a_registered_codec_of_the_users_keeps_the_same_contract() -> None:
+def test_a_registered_codec_keeps_the_contract() -> None:
     objcomm.codecs.register_codec(Json())
     check_codec(Json, lambda: [{"lr": 0.1, "é": [1, None]}, "text"], refused={1, 2})
     with objcomm.configure(codec="json"):
@@ -48,14 +45,14 @@ def test_a_registered_codec_of_the_users_keeps_the_same_contract() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a name that is too long", "é", "new\nline"])
-def test_a_codec_whose_name_no_header_can_hold_is_refused(name: str) -> None:
-    codec: Codec = Json()
+def test_a_codec_whose_name_fits_into_no_header_is_refused(name: str) -> None:
+    codec = Json()
     codec.name = name
     with pytest.raises(UsageError):
         objcomm.codecs.register_codec(codec)
 
 
-def test_an_unknown_codec_is_refused_with_the_known_ones() -> None:
+def test_the_error_for_an_unknown_codec_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match=r"msgpack.*pickle"):
         objcomm.to_tensor(1, codec="morse")
 
@@ -94,12 +91,8 @@ def test_registration_works_as_a_decorator_and_with_functions() -> None:
     assert vars(got[0])["money"].cents == 2**70
 
 
-class _Slotted:
-    __slots__ = ("value",)
-
-
 def test_a_class_whose_state_cannot_be_found_needs_functions() -> None:
-    for cls in (_Slotted, type("Odd", (dict,), {})):
+    for cls in (type("Slotted", (), {"__slots__": ("value",)}), type("Odd", (dict,), {})):
         with pytest.raises(UsageError, match="encode="):
             objcomm.register(cls)
 
@@ -134,8 +127,7 @@ class Access(enum.IntFlag):
 objcomm.register(Access)
 
 
-@pytest.mark.parametrize("codec", ["msgpack", "pickle"])
-def test_flags_that_arrive_are_not_kept_for_ever(codec: str) -> None:
+def test_received_flags_are_not_kept_forever(codec: str) -> None:
     """Python's own lookup keeps every value for which it has created a member."""
     raw = [objcomm.to_tensor(Access(value), codec=codec) for value in (3, 1 << 40, 1, -2)]
     known = Access._value2member_map_
