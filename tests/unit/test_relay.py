@@ -30,9 +30,7 @@ def given(rank: int, call: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("late", ["root", "others", "nobody"])
 @pytest.mark.parametrize("roots", [(0, 0), (1, 2), (2, 1)])
-def test_every_byte_arrives_though_the_memory_is_used_again(
-    late: str, roots: tuple[int, int]
-) -> None:
+def test_every_byte_arrives_though_the_memory_is_reused(late: str, roots: tuple[int, int]) -> None:
     wires = Wires(SIZE, sharing=(0,))
     roles = threading.local()
 
