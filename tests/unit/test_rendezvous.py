@@ -18,19 +18,26 @@ from objcomm._transport.store import loopback_store, read
 from objcomm.errors import WireError
 from tests.waits import PATIENCE_S, wait_until
 
+Store = dist.Store
+
 _LIMIT_S = PATIENCE_S
 
 # The host of each thread; a rank announces its host in its hello.
 _here = threading.local()
 
 
-def hellos(store: dist.Store) -> list[list[str]]:
+def hellos(store: Store) -> list[list[str]]:
     """Return the hellos of guests that no host has removed, in order and split into words."""
     said = read(store, "hellos") or b""
     return [entry.split() for entry in said.decode().splitlines()]
 
 
-def met(store: dist.Store, hosts: list[str], attempts: list[MeetingState]) -> list[tuple[int, ...]]:
+def say_hello(store: Store, number: str) -> None:
+    """Say a hello of rank 1, as if it were on the host of rank 0."""
+    store.append("hellos", f"1 {number} a -\n")  # type: ignore[attr-defined]  # not in torch's stub
+
+
+def met(store: Store, hosts: list[str], attempts: list[MeetingState]) -> list[tuple[int, ...]]:
     def attend(rank: int) -> tuple[int, ...]:
         _here.name = hosts[rank]
         if rank:  # the last rank says hello first
@@ -43,7 +50,7 @@ def met(store: dist.Store, hosts: list[str], attempts: list[MeetingState]) -> li
         return list(ranks.map(attend, range(len(hosts))))
 
 
-def attend(store: dist.Store, rank: int, attempts: list[MeetingState]) -> tuple[int, ...]:
+def attend(store: Store, rank: int, attempts: list[MeetingState]) -> tuple[int, ...]:
     """Meet as one rank, on its own host."""
     _here.name = "abcd"[rank]
     return meet(store, rank, len(attempts), attempts[rank]).hosts
@@ -66,18 +73,30 @@ def attempts(size: int) -> Iterator[list[MeetingState]]:
 
 @pytest.fixture(autouse=True)
 def _several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    _here.name = "a"
     monkeypatch.setattr(rendezvous, "machine", lambda: _here.name)
 
 
-def test_every_rank_learns_the_name_and_who_shares_a_host() -> None:
+@pytest.fixture
+def store() -> Store:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def ours(store: Store) -> Store:
+    """The part of the store in which ranks meet."""
+    return dist.PrefixStore("objcomm", store)
+
+
+def test_every_rank_learns_the_name_and_which_ranks_share_a_host(store: Store) -> None:
     with attempts(4) as progress:
-        told = met(dist.HashStore(), ["b", "a", "b", "c"], progress)
-    assert told == [(0, 1, 0, 2)] * 4
+        hosts = met(store, ["b", "a", "b", "c"], progress)
+    assert hosts == [(0, 1, 0, 2)] * 4
     assert len({each.nonce for each in progress} - {""}) == 1
     assert len({each.session for each in progress} - {""}) == 1
 
 
-def _file_store(folder: Path) -> dist.Store:
+def _file_store(folder: Path) -> Store:
     return dist.FileStore(str(folder / "store"))
 
 
@@ -86,7 +105,7 @@ def _file_store(folder: Path) -> dist.Store:
     [_file_store, lambda _: dist.HashStore(), lambda _: loopback_store()],
     ids=["file", "hash", "tcp"],
 )
-def test_a_look_costs_as_many_questions_for_two_ranks_as_for_thirty(
+def test_a_look_takes_few_queries_however_many_ranks_meet(
     made: Callable[[Path], dist.Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: dict[str, Counter[int]] = defaultdict(Counter)  # by kind, then by thread
@@ -94,7 +113,7 @@ def test_a_look_costs_as_many_questions_for_two_ranks_as_for_thirty(
     class Counting(dist.PrefixStore):
         """A store with its own client, as each rank has."""
 
-        def __init__(self, prefix: str, store: dist.Store) -> None:
+        def __init__(self, prefix: str, store: Store) -> None:
             super().__init__(prefix, store.clone())  # type: ignore[attr-defined]  # not in torch's stub
 
     def counted(kind: str, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,22 +149,20 @@ def test_a_look_costs_as_many_questions_for_two_ranks_as_for_thirty(
         assert asked["write"][thread] <= (looks + 2 if thread == threads[0] else 3)
 
 
-def test_a_guest_whose_hello_was_removed_says_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guest_whose_hello_was_removed_says_it_again(
+    store: Store, ours: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host of an earlier meeting removes it just after it was said."""
     monkeypatch.setattr(rendezvous, "_HELLO_INTERVAL_SECONDS", 0.01)
-    store = dist.HashStore()
-    ours = dist.PrefixStore("objcomm", store)
     with attempts(2) as progress, ThreadPoolExecutor(1) as guest:
-        told = guest.submit(attend, store, 1, progress)
+        found = guest.submit(attend, store, 1, progress)
         for _ in range(2):
             wait_until(lambda: hellos(ours), "the guest")
             ours.delete_key("hellos")
-        assert attend(store, 0, progress) == (0, 1) == told.result(_LIMIT_S)
+        assert attend(store, 0, progress) == (0, 1) == found.result(_LIMIT_S)
 
 
-def test_what_several_add_to_a_file_at_once_is_all_there_though_it_is_removed_meanwhile(
-    tmp_path: Path,
-) -> None:
+def test_appending_to_a_file_survives_the_removal_of_the_key(tmp_path: Path) -> None:
     """Torch's own append would loop forever if the key is removed."""
     store = _file_store(tmp_path)
     find = store.compare_set
@@ -169,61 +186,61 @@ def test_what_several_add_to_a_file_at_once_is_all_there_though_it_is_removed_me
     assert store.get("key") == b"second\nthird\n"
 
 
-def test_a_hello_of_an_attempt_before_that_comes_late_does_not_hide_the_new_one() -> None:
+@pytest.mark.parametrize("is_answered", [False, True], ids=["before the host comes", "answered"])
+def test_a_late_hello_of_an_earlier_attempt_does_not_replace_the_new_one(
+    store: Store, ours: Store, *, is_answered: bool
+) -> None:
     """The rank that wrote it had given up while the store was out of reach."""
-    store = dist.HashStore()
+    late = uuid.uuid4().hex
 
-    class Late(threading.Thread):
-        def run(self) -> None:
-            ours = dist.PrefixStore("objcomm", store)
-            while not hellos(ours):
-                pass
-            ours.append("hellos", f"1 {uuid.uuid4().hex} a -\n")  # type: ignore[attr-defined]  # not in torch's stub
+    class Guest(MeetingState):
+        """The late hello is answered between its own answer and its joining."""
 
-    late = Late(daemon=True)
-    late.start()
+        def look_around(self) -> None:
+            if is_answered:
+                say_hello(ours, late)
+                wait_until(lambda: ours.check([f"welcome/{late}"]), "its answer")
+
     with attempts(2) as progress, ThreadPoolExecutor(1) as guest:
-        told = guest.submit(attend, store, 1, progress)
-        late.join(_LIMIT_S)
-        assert attend(store, 0, progress) == (0, 1) == told.result(_LIMIT_S)
+        progress[1] = Guest(1, (0, 1))
+        found = guest.submit(attend, store, 1, progress)
+        if not is_answered:
+            wait_until(lambda: hellos(ours), "the guest")
+            say_hello(ours, late)
+        assert attend(store, 0, progress) == (0, 1) == found.result(_LIMIT_S)
     assert progress[0].session == progress[1].session != ""
 
 
-def test_a_meeting_that_was_given_up_ends() -> None:
+def test_a_meeting_that_was_given_up_ends(store: Store) -> None:
     progress = MeetingState(1, (0, 1))
     progress.is_over = True
-    _here.name = "a"
     with pytest.raises(GivenUpError):
-        meet(dist.HashStore(), 1, 2, progress)
+        meet(store, 1, 2, progress)
 
 
-def test_a_guest_that_leaves_with_a_word_takes_the_others_along() -> None:
-    store = dist.HashStore()
-    ours = dist.PrefixStore("objcomm", store)
+def test_a_guest_that_leaves_a_message_ends_the_meeting_of_all(store: Store, ours: Store) -> None:
     with attempts(4) as progress, ThreadPoolExecutor(3) as guests:
         left = [guests.submit(attend, store, rank, progress) for rank in (1, 2, 3)]
         wait_until(lambda: len(hellos(ours)) == 3, "the guests")
-        progress[1].parting = b"\xffword"
+        progress[1].parting = b"\xffmessage"
         progress[1].is_over = True
         assert isinstance(left[0].exception(_LIMIT_S), GivenUpError)
         for each in left[1:]:
-            told = each.exception(_LIMIT_S)
-            assert isinstance(told, LeftError)
-            assert told.message == b"\xffword"
+            error = each.exception(_LIMIT_S)
+            assert isinstance(error, LeftError)
+            assert error.message == b"\xffmessage"
     assert_no_answer_is_left(ours, 3)
 
 
-def test_where_the_host_has_come_a_guest_that_leaves_takes_nobody_along() -> None:
+def test_a_guest_that_leaves_a_named_meeting_ends_only_its_own(store: Store, ours: Store) -> None:
     """The others are in a named meeting, where it can post why it left."""
-    store = dist.HashStore()
-    ours = dist.PrefixStore("objcomm", store)
 
     class Leaving(MeetingState):
         """It is asked to leave once it has been answered."""
 
         def await_rank(self, peer: int) -> None:
             if hellos(ours) and ours.check([f"welcome/{number_of(1)}"]):
-                self.parting, self.is_over = b"word", True
+                self.parting, self.is_over = b"message", True
             super().await_rank(peer)
 
     def number_of(rank: int) -> str:
@@ -243,64 +260,39 @@ def test_where_the_host_has_come_a_guest_that_leaves_takes_nobody_along() -> Non
     assert_no_answer_is_left(ours, 2)
 
 
-def test_a_guests_word_does_not_reach_its_own_next_meeting() -> None:
+def test_a_guests_message_does_not_reach_its_own_next_meeting(store: Store, ours: Store) -> None:
     """A pair's first use may begin again before the thread of the previous attempt has looked."""
-    store = dist.HashStore()
-    ours = dist.PrefixStore("objcomm", store)
     again = uuid.uuid4().hex
 
     class Leaving(MeetingState):
         """It is asked to leave once it has said hello again."""
 
         def await_rank(self, peer: int) -> None:
-            ours.append("hellos", f"1 {again} a -\n")  # type: ignore[attr-defined]  # not in torch's stub
-            self.parting, self.is_over = b"word", True
+            say_hello(ours, again)
+            self.parting, self.is_over = b"message", True
             super().await_rank(peer)
 
-    _here.name = "a"
     with pytest.raises(GivenUpError):
         meet(store, 1, 2, Leaving(1, (0, 1)))
     assert again in [number for _, number, *_ in hellos(ours)]
     assert not ours.check([f"welcome/{again}"])
 
 
-def assert_no_answer_is_left(store: dist.Store, guests: int) -> None:
+def assert_no_answer_is_left(store: Store, guests: int) -> None:
     numbers = [number for _, number, *_ in hellos(store)]
     assert len(numbers) == guests
     assert not any(store.check([f"welcome/{number}"]) for number in numbers)
 
 
-def test_a_late_hello_of_an_attempt_before_does_not_take_the_place_of_who_joins() -> None:
-    store = dist.HashStore()
-    ours = dist.PrefixStore("objcomm", store)
-
-    class HeldUp(MeetingState):
-        """The late hello is answered as well, between the answer and the joining."""
-
-        def look_around(self) -> None:
-            late = uuid.uuid4().hex
-            ours.append("hellos", f"1 {late} c -\n")  # type: ignore[attr-defined]  # not in torch's stub
-            wait_until(lambda: ours.check([f"welcome/{late}"]), "its answer")
-
-    with attempts(2) as progress, ThreadPoolExecutor(1) as guest:
-        progress[1] = HeldUp(1, (0, 1))
-        told = guest.submit(attend, store, 1, progress)
-        assert attend(store, 0, progress) == (0, 1) == told.result(_LIMIT_S)
-    assert progress[0].session == progress[1].session != ""
-
-
-@pytest.mark.parametrize("is_forged", [False, True], ids=["the old words", "with the new number"])
-def test_an_answer_of_an_earlier_meeting_gives_no_guest_that_meetings_session(
-    *, is_forged: bool
+@pytest.mark.parametrize("is_forged", [False, True], ids=["replayed", "with the new number"])
+def test_an_answer_of_an_earlier_meeting_does_not_bring_back_its_session(
+    store: Store, ours: Store, *, is_forged: bool
 ) -> None:
     """Anything that reaches the store can answer as rank 0 did in a recorded run."""
-    store = dist.HashStore()
-    ours = dist.PrefixStore("objcomm", store)
     with attempts(2) as old:
         met(dist.HashStore(), ["a", "b"], old)
     assert old[0].session == old[1].session
     progress = MeetingState(1, (0, 1))
-    _here.name = "b"
 
     def answer() -> None:
         wait_until(lambda: hellos(ours), "the guest")
@@ -321,11 +313,10 @@ def test_an_answer_of_an_earlier_meeting_gives_no_guest_that_meetings_session(
     assert progress.session != old[0].session
 
 
-def refused(size: int, rank: int, say: Callable[[dist.Store, MeetingState], None]) -> None:
+def refused(size: int, rank: int, say: Callable[[Store, MeetingState], None]) -> None:
     """Check that a rank in a meeting refuses what another program writes into the store."""
     store, progress = dist.HashStore(), MeetingState(rank, tuple(range(size)))
     ours = dist.PrefixStore("objcomm", store)
-    _here.name = "a"
 
     def answer() -> None:
         wait_until(lambda: hellos(ours) if rank else progress.nonce, "the rank")
@@ -337,20 +328,20 @@ def refused(size: int, rank: int, say: Callable[[dist.Store, MeetingState], None
             meet(store, rank, size, progress)
 
 
-def test_who_has_joined_under_a_number_that_was_never_answered_is_no_rank() -> None:
+def test_a_join_with_a_number_that_was_never_answered_is_refused() -> None:
     refused(2, 0, lambda ours, host: ours.set(f"joined/{host.nonce}", "1 a_number\n"))
 
 
-@pytest.mark.parametrize("word", [b"\xff\xfe", b"no numbers", b"0/n", b"0/n x/{}", b"0/n 1/{} 2/n"])
-def test_what_no_rank_wrote_is_told_as_that(word: bytes) -> None:
-    def answer(ours: dist.Store, _: MeetingState) -> None:
+@pytest.mark.parametrize("go", [b"\xff\xfe", b"no numbers", b"0/n", b"0/n x/{}", b"0/n 1/{} 2/n"])
+def test_a_go_that_the_host_did_not_write_is_refused(go: bytes) -> None:
+    def answer(ours: Store, _: MeetingState) -> None:
         number = hellos(ours)[0][1]
         ours.set(f"welcome/{number}", "n")
-        ours.set("go/n", word.replace(b"{}", number.encode()))  # type: ignore[arg-type]  # torch takes bytes as well
+        ours.set("go/n", go.replace(b"{}", number.encode()))  # type: ignore[arg-type]  # torch takes bytes as well
 
     refused(2, 1, answer)
 
 
-def test_a_damaged_word_of_a_guest_that_has_left_is_told_as_that() -> None:
+def test_a_damaged_message_of_a_guest_that_has_left_is_refused() -> None:
     damaged = "given up, but not in hexadecimal digits"
     refused(3, 1, lambda ours, _: ours.set(f"welcome/{hellos(ours)[0][1]}", damaged))
