@@ -79,9 +79,7 @@ CASES = [
 
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize(("pattern", "size", "shape"), CASES)
-def test_every_message_arrives_whole_where_it_should(
-    pattern: str, size: int, shape: str, hosts: str
-) -> None:
+def test_every_message_arrives_whole(pattern: str, size: int, shape: str, hosts: str) -> None:
     for root in {0, 1, size - 1} if pattern == "broadcast" else {size - 1}:
         check_pattern(pattern, size, root, shape, HOSTS[hosts](size))
 
@@ -103,27 +101,16 @@ def test_an_all_gather_carries_each_message_to_each_host_once(
         assert wanted <= left < wanted * 1.05 + 10_000
 
 
-class Counting:
-    """A meter that remembers its calls."""
-
-    def __init__(self) -> None:
-        self.expected = 0
-        self.pieces: list[int] = []
-
-    def expect(self, nbytes: int) -> None:
-        self.expected += nbytes
-
-    def moved(self, nbytes: int) -> None:
-        self.pieces.append(nbytes)
+def counted(call: mock.Mock) -> int:
+    """Return the sum of the numbers with which a meter's method was called."""
+    return sum(each.args[0] for each in call.call_args_list)
 
 
 @pytest.mark.parametrize("shape", ["body", "both"])
 @pytest.mark.parametrize("operation", PATTERNS[:3])
 @pytest.mark.parametrize("size", [2, 3, 9])
-def test_what_is_paced_arrives_whole_and_is_counted_once(
-    size: int, operation: str, shape: str
-) -> None:
-    meters, links = [Counting() for _ in range(size)], linked(size)
+def test_paced_messages_arrive_whole_and_are_counted(size: int, operation: str, shape: str) -> None:
+    meters, links = [mock.Mock() for _ in range(size)], linked(size)
 
     def on_rank(rank: int) -> Sequence[Message]:
         exchange = exchange_on(links[rank], new_lane(), meter=meters[rank])
@@ -136,21 +123,19 @@ def test_what_is_paced_arrives_whole_and_is_counted_once(
     headers = [message_of(rank, shape).header for rank in range(size)]
     rest = [each.body_nbytes + each.payload_nbytes for each in headers]
     for rank, meter in enumerate(meters):
-        wanted = to_be_brought(operation, rank, size, 1)
-        assert [content_of(each) for each in results[rank]] == [
-            expected(peer, shape) for peer in wanted
-        ]
-        assert sum(meter.pieces) == meter.expected
+        wanted = [expected(peer, shape) for peer in to_be_brought(operation, rank, size, 1)]
+        assert [content_of(each) for each in results[rank]] == wanted
+        announced = counted(meter.expect)
+        assert counted(meter.moved) == announced
         if operation == "all_gather":
-            assert meter.expected >= sum(rest)  # with nine ranks, the bundle of heads counts too
+            assert announced >= sum(rest)  # with nine ranks, the bundle of heads counts too
+        elif operation == "broadcast":
+            assert announced == rest[1]
         else:
-            others = sum(rest) - rest[1] if operation == "gather" else rest[1]
-            assert meter.expected == (
-                others if operation == "broadcast" or rank == 1 else rest[rank]
-            )
+            assert announced == (sum(rest) - rest[1] if rank == 1 else rest[rank])
 
 
-def test_a_limit_holds_for_each_message_and_not_for_several_that_travel_as_one() -> None:
+def test_a_limit_applies_to_each_message_and_not_to_a_bundle() -> None:
     size, nbytes = 25, 20_000
 
     def body(exchange: Exchange) -> None:
@@ -173,7 +158,7 @@ def test_a_limit_holds_for_each_message_and_not_for_several_that_travel_as_one()
 
 @pytest.mark.parametrize("hosts", HOSTS)
 @pytest.mark.parametrize("size", [3, 9, 90])
-def test_nobody_returns_from_a_meeting_before_all_have_come(size: int, hosts: str) -> None:
+def test_no_rank_returns_from_a_meeting_before_all_have_come(size: int, hosts: str) -> None:
     come: list[int] = []
 
     def body(exchange: Exchange) -> int:
@@ -184,7 +169,7 @@ def test_nobody_returns_from_a_meeting_before_all_have_come(size: int, hosts: st
     assert run(size, body, HOSTS[hosts](size)) == [size] * size
 
 
-def test_who_only_passes_messages_on_does_not_judge_them() -> None:
+def test_a_rank_that_forwards_messages_does_not_check_them() -> None:
     size, root = 25, 0
     wires = Wires(size)
     branches = [topology.tree(rank, root, wires.hosts) for rank in range(size)]
@@ -199,14 +184,12 @@ def test_who_only_passes_messages_on_does_not_judge_them() -> None:
         return messages
 
     assert sum(bool(each.children) for each in branches) > 2
-    gathered = on_every_rank(size, on_rank)[root]
-    assert [content_of(each) for each in gathered] == [
-        expected(rank, "both") for rank in range(size)
-    ]
+    gathered = [content_of(each) for each in on_every_rank(size, on_rank)[root]]
+    assert gathered == [expected(rank, "both") for rank in range(size)]
 
 
 @pytest.mark.parametrize("route", ["gather", "scatter"])
-def test_who_only_passes_a_head_on_has_no_memory_for_the_rest(route: str) -> None:
+def test_a_rank_that_forwards_a_head_allocates_nothing_for_the_rest(route: str) -> None:
     size, rooms = 13, list[int]()  # some ranks have others below them
 
     def room(nbytes: int) -> bytearray:
@@ -219,7 +202,7 @@ def test_who_only_passes_a_head_on_has_no_memory_for_the_rest(route: str) -> Non
     assert rooms.count(len(message_of(0, "body").body)) == size - 1
 
 
-def test_where_one_rank_failed_nothing_large_moves() -> None:
+def test_if_one_rank_failed_nothing_large_is_sent() -> None:
     links = linked(3)
 
     def body(exchange: Exchange) -> list[Message]:
@@ -272,21 +255,19 @@ def test_a_header_of_another_call_is_a_desync_that_names_both_sides(field: dict[
     with pytest.raises(DesyncError) as caught:
         mine.recv_heads([1])
     assert caught.value.positions == {0: mine.header.position, 1: theirs.position}
-    for told in ("rank 0", "train.py:1", "rank 1", "b.py:9"):
-        assert told in str(caught.value)
+    for part in ("rank 0", "train.py:1", "rank 1", "b.py:9"):
+        assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("field", "told"),
+    ("field", "error"),
     [
         *[({name: 1}, "another group or lane") for name in ("group", "lane", "epoch")],
         ({"sender": 5}, "a message from rank 1, got one from rank 5"),
     ],
 )
-def test_a_header_of_another_group_lane_or_sender_is_refused(
-    field: dict[str, int], told: str
-) -> None:
-    with pytest.raises(WireError, match=told) as caught:
+def test_a_header_of_another_group_or_sender_is_refused(field: dict[str, int], error: str) -> None:
+    with pytest.raises(WireError, match=error) as caught:
         sent_to_rank_0({1: compose(header_of(1, **field), b"")}).recv_heads([1])
     assert not isinstance(caught.value, DesyncError)
 
