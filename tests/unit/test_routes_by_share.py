@@ -1,5 +1,6 @@
 """What the ranks of a host hand over to each other, in groups on one host and on several."""
 
+from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -32,29 +33,28 @@ def test_a_broadcast_reaches_every_rank_whole(spread: str, shape: str) -> None:
 
 @pytest.mark.parametrize("refused", ["of", "with_room", "seal"])
 @pytest.mark.parametrize("spread", SPREADS)
-def test_and_so_it_does_where_there_is_no_memory_to_share(spread: str, refused: str) -> None:
+def test_a_broadcast_works_without_memory_to_share(spread: str, refused: str) -> None:
     hosts, sharing = SPREADS[spread]
     with mock.patch.object(Share, refused, side_effect=OSError("no memory")):
         check_pattern("broadcast", len(hosts), 1, "both", hosts, sharing=sharing)
 
 
 @pytest.mark.parametrize("spread", SPREADS)
-def test_a_large_member_goes_once_to_each_host_and_over_no_connection_within(spread: str) -> None:
+def test_a_large_member_is_sent_once_to_each_host_and_shared_within_it(spread: str) -> None:
     hosts, sharing = SPREADS[spread]
-    sent: dict[tuple[int, int], int] = {}
+    sent: Counter[tuple[int, int]] = Counter()
     send = MemoryLink.send
 
     def counting(link: MemoryLink, flat: Any, peer: int, tag: int = -1) -> Any:
-        way = hosts[link.rank], hosts[peer]
         nbytes = flat.numel() if isinstance(flat, torch.Tensor) else len(flat)
-        sent[way] = sent.get(way, 0) + (nbytes if nbytes > 100_000 else 0)
+        sent[hosts[link.rank], hosts[peer]] += nbytes * (nbytes > 100_000)
         return send(link, flat, peer, tag)
 
     with mock.patch.object(MemoryLink, "send", counting):
         check_pattern("broadcast", len(hosts), 0, "buffers", hosts, sharing=sharing)
     for host in set(hosts):
         copies = 0 if host in sharing else hosts.count(host) - 1
-        assert sent.get((host, host), 0) == pytest.approx(copies * LARGE_NBYTES, rel=0.01)
+        assert sent[host, host] == pytest.approx(copies * LARGE_NBYTES, rel=0.01)
         came = sum(nbytes for (_, to), nbytes in sent.items() if to == host) - copies * LARGE_NBYTES
         assert came == pytest.approx((host != hosts[0]) * LARGE_NBYTES, abs=0.01 * LARGE_NBYTES)
 
