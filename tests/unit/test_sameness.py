@@ -103,7 +103,7 @@ def _named(case: tuple[Any, ...]) -> str:
 
 
 @pytest.mark.parametrize("pair", SAME, ids=_named)
-def test_these_are_the_same(pair: tuple[Any, Any]) -> None:
+def test_equal_values_are_the_same(pair: tuple[Any, Any]) -> None:
     assert difference(*pair) is None
 
 
@@ -128,7 +128,7 @@ OTHER: list[tuple[Any, Any, str, str]] = [
 
 
 @pytest.mark.parametrize("case", OTHER, ids=_named)
-def test_these_differ_here(case: tuple[Any, Any, str, str]) -> None:
+def test_a_difference_is_found_where_it_is(case: tuple[Any, Any, str, str]) -> None:
     left, right, path, mine = case
     found = difference(left, right)
     assert found is not None
