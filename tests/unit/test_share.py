@@ -40,12 +40,25 @@ def mappings() -> int:
     return len(re.findall("memfd:objcomm", Path("/proc/self/maps").read_text()))
 
 
-@given(_LENGTHS, st.booleans())
-def test_each_member_comes_back_as_it_was(lengths: list[int], are_files_small: bool) -> None:  # noqa: FBT001  # drawn
+def filled_later(flats: list[torch.Tensor]) -> Share:
+    share = Share.with_room([flat.numel() for flat in flats])
+    for into, flat in zip(share.flats, flats, strict=True):
+        into.copy_(flat)
+    share.seal()
+    assert not share.flats
+    return share
+
+
+@pytest.mark.parametrize("make", [Share.of, filled_later])
+@given(_LENGTHS, st.sampled_from([1, 5000, 1 << 30]))
+def test_each_member_comes_back_as_it_was(
+    make: Callable[[list[torch.Tensor]], Share], lengths: list[int], file_min_nbytes: int
+) -> None:
     flats = [counting(length, 1 + at) for at, length in enumerate(lengths)]
-    with patch.object(share_module, "_FILE_MIN_NBYTES", 1 if are_files_small else 1 << 30):
-        share = Share.of(flats)
+    with patch.object(share_module, "_FILE_MIN_NBYTES", file_min_nbytes):
+        share = make(flats)
         where = places(lengths)
+    assert share.is_final()
     for flat, place in zip(flats, where, strict=True):
         member = mapped(share, flat.numel(), place)
         assert torch.equal(member, flat)
@@ -68,9 +81,8 @@ def test_a_member_keeps_little_of_what_came_with_it(lengths: list[int]) -> None:
         ends[file] = start + length
 
 
-def test_nobody_can_change_it_any_more() -> None:
+def test_nobody_can_change_it_anymore() -> None:
     share = Share.of([counting(5000)])
-    assert share.is_final()
     (file,) = share.descriptors
     for change in (
         lambda: os.pwrite(file, b"x", 0),
@@ -85,19 +97,17 @@ def test_nobody_can_change_it_any_more() -> None:
 
 @pytest.mark.parametrize(
     "seals",
-    [0, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW, fcntl.F_SEAL_WRITE, None],
-    ids=["none", "may be written", "may shrink", "no such file"],
+    [0, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW, fcntl.F_SEAL_WRITE],
+    ids=["none", "may be written", "may shrink"],
 )
-def test_what_its_maker_could_change_is_not_sealed(seals: int | None) -> None:
-    if seals is None:
-        descriptor = os.open("/dev/zero", os.O_RDWR)
-    else:
-        descriptor = os.memfd_create("objcomm", os.MFD_ALLOW_SEALING)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+def test_memory_that_its_creator_could_change_is_not_sealed(seals: int) -> None:
+    descriptor = os.memfd_create("objcomm", os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     assert not Share([descriptor]).is_final()
+    assert not Share([os.open("/dev/zero", os.O_RDWR)]).is_final()  # another kind of file
 
 
-def test_of_what_came_only_what_was_sealed_counts() -> None:
+def test_only_the_sealed_length_counts() -> None:
     """Its creator could still shrink it before."""
     descriptor = os.memfd_create("objcomm", os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, 100_000)
@@ -111,7 +121,7 @@ def test_of_what_came_only_what_was_sealed_counts() -> None:
         share.read_into(torch.zeros(100_000, dtype=torch.uint8), (0, 0))
 
 
-def test_what_can_only_be_written_is_refused() -> None:
+def test_a_descriptor_that_cannot_be_read_is_refused() -> None:
     share = Share.of([counting(5000)])
     (file,) = share.descriptors
     other = Share([os.open(f"/proc/self/fd/{file}", os.O_WRONLY)])
@@ -122,7 +132,7 @@ def test_what_can_only_be_written_is_refused() -> None:
         other.mapped((0, 0), 5000)
 
 
-def test_what_is_written_to_one_mapping_is_seen_in_no_other() -> None:
+def test_a_write_to_one_mapping_is_seen_in_no_other() -> None:
     share = Share.of([counting(10_000)])
     first, second = mapped(share, 10_000), mapped(share, 10_000)
     first.fill_(7)
@@ -134,7 +144,7 @@ def test_what_is_written_to_one_mapping_is_seen_in_no_other() -> None:
     ("place", "nbytes"),
     [((0, 0), 5001), ((0, 4096), 905), ((0, 8192), 1), ((0, -4096), 1), ((1, 0), 1), ((-1, 0), 1)],
 )
-def test_what_it_does_not_have_is_refused(place: Place, nbytes: int) -> None:
+def test_a_place_outside_of_it_is_refused(place: Place, nbytes: int) -> None:
     share = Share.of([counting(5000)])
     with pytest.raises(ValueError, match=r"of (5000|1)$"):
         share.mapped(place, nbytes)
@@ -142,7 +152,7 @@ def test_what_it_does_not_have_is_refused(place: Place, nbytes: int) -> None:
         share.read_into(torch.zeros(nbytes, dtype=torch.uint8), place)
 
 
-def test_it_goes_with_its_last_user() -> None:
+def test_it_is_freed_with_its_last_user() -> None:
     gc.collect()
     before, descriptors = mappings(), open_files()
     share = Share.of([counting(100_000), counting(100_000)])
@@ -252,24 +262,7 @@ def test_a_process_without_room_says_so_and_loses_nothing() -> None:
     )
 
 
-@given(_LENGTHS, st.booleans())
-def test_members_that_come_later_come_back_as_they_were(
-    lengths: list[int],
-    are_files_small: bool,  # noqa: FBT001  # hypothesis passes it by position
-) -> None:
-    with patch.object(share_module, "_FILE_MIN_NBYTES", 5000 if are_files_small else 64 << 20):
-        share = Share.with_room(lengths)
-        sent = [counting(nbytes, at) for at, nbytes in enumerate(lengths)]
-        for flat, each in zip(share.flats, sent, strict=True):
-            flat.copy_(each)
-        share.seal()
-        assert share.is_final()
-        assert not share.flats
-        for each, place in zip(sent, places(lengths), strict=True):
-            assert torch.equal(mapped(share, each.numel(), place), each)
-
-
-def test_what_is_being_written_is_no_mapping_of_a_forked_process() -> None:
+def test_memory_that_is_being_written_is_not_mapped_by_a_forked_process() -> None:
     share = Share.with_room([100_000])
     share.flats[0].fill_(7)
     reading, writing = os.pipe()
@@ -287,7 +280,7 @@ def test_what_is_being_written_is_no_mapping_of_a_forked_process() -> None:
         os.waitpid(child, 0)
 
 
-def test_what_another_process_can_write_to_is_not_sealed_but_can_be_read() -> None:
+def test_memory_that_another_process_can_write_is_not_sealed_but_can_be_read() -> None:
     share = Share.with_room([100_000])
     share.flats[0].fill_(7)
     other = mmap.mmap(share.descriptors[0], 100_000)
