@@ -3,7 +3,7 @@
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -29,9 +29,9 @@ class _Kernel:
         self.repeated = self.unanswered = self.probes = 0
         self._silence = silence
         monkeypatch.setattr(sockets, "time", SimpleNamespace(monotonic=lambda: self._seconds))
-        monkeypatch.setattr(sockets, "_tcp_state_of", self._told)
+        monkeypatch.setattr(sockets, "_tcp_state_of", self._state)
 
-    def _told(self, _: socket.socket) -> tuple[int, ...]:
+    def _state(self, _: socket.socket) -> tuple[int, ...]:
         ages = [round((self._seconds - each) * 1000) for each in (self.sent, self.heard)]
         return self.repeated, self.probes, self.unanswered, *ages, 0
 
@@ -43,7 +43,7 @@ class _Kernel:
                 return look
         return None
 
-    def stand(self, seconds: float) -> None:
+    def pause(self, seconds: float) -> None:
         """Let time pass while the process does not run."""
         self._seconds += seconds
 
@@ -56,18 +56,15 @@ class _Kernel:
         self.heard, self.probes = self._seconds, 0
 
 
-def test_the_kernel_asks_but_ends_no_idle_connection_before_half_an_hour() -> None:
-    with ExitStack() as ends:
-        end, other = tcp_pair()
-        ends.enter_context(end)
-        ends.enter_context(other)
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 127), ("TCP_USER_TIMEOUT", 0)],
+)
+def test_the_kernel_ends_no_idle_connection_before_half_an_hour(option: str, value: int) -> None:
+    end, other = tcp_pair()
+    with end, other:
         Silence(end, 60.0)
-        told = [
-            end.getsockopt(socket.IPPROTO_TCP, each)
-            for each in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
-        ]
-        assert told == [15, 15, 127]
-        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+        assert end.getsockopt(socket.IPPROTO_TCP, getattr(socket, option)) == value
 
 
 @pytest.fixture
@@ -78,13 +75,13 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Kernel]:
         yield _Kernel(monkeypatch, Silence(one, 10.0))
 
 
-def test_silence_is_counted_from_when_something_is_to_be_answered(kernel: _Kernel) -> None:
+def test_silence_counts_once_there_is_something_to_answer(kernel: _Kernel) -> None:
     assert kernel.silent_after(3600) is None  # nothing is sent
     kernel.send()
     assert kernel.silent_after(30) == 12
 
 
-def test_a_question_that_is_not_answered_counts_as_well(kernel: _Kernel) -> None:
+def test_unanswered_probes_count_as_well(kernel: _Kernel) -> None:
     assert kernel.silent_after(20) is None
     kernel.probes = 1
     assert kernel.silent_after(60) is None  # a busy system may miss one
@@ -92,15 +89,13 @@ def test_a_question_that_is_not_answered_counts_as_well(kernel: _Kernel) -> None
     assert kernel.silent_after(30) == 12
 
 
-def test_what_was_sent_once_may_be_answered_a_moment_later(kernel: _Kernel) -> None:
+def test_a_packet_that_was_sent_once_may_be_answered_a_moment_later(kernel: _Kernel) -> None:
     assert kernel.silent_after(20) is None
     kernel.unanswered = 1  # a different packet at each look
     assert kernel.silent_after(60) is None
 
 
-def test_a_host_that_answers_is_not_silent_however_long_nothing_is_taken_in(
-    kernel: _Kernel,
-) -> None:
+def test_a_host_that_answers_but_takes_no_data_is_not_silent(kernel: _Kernel) -> None:
     """Linux retransmits what the receiver has no room for at longer and longer intervals."""
     for pause in (1, 2, 4, 8, 16, 32, 64, 120, 120):
         kernel.send()
@@ -109,16 +104,16 @@ def test_a_host_that_answers_is_not_silent_however_long_nothing_is_taken_in(
         assert kernel.silent_after(pause) is None
 
 
-def test_what_was_answered_while_this_process_was_away_is_no_silence(kernel: _Kernel) -> None:
+def test_time_in_which_this_process_does_not_run_is_no_silence(kernel: _Kernel) -> None:
     kernel.send()
     assert kernel.silent_after(2) is None
-    kernel.stand(600.0)
+    kernel.pause(600.0)
     kernel.send()
     assert kernel.silent_after(1) is None
     assert kernel.silent_after(30) == 12
 
 
-def test_a_full_connection_is_not_silent_as_the_kernel_tells_it() -> None:
+def test_a_full_connection_is_not_silent_for_the_real_kernel() -> None:
     one, other = tcp_pair()
     with one, other:
         silence = Silence(one, 0.5)
