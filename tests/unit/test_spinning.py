@@ -57,18 +57,18 @@ def test_a_wait_after_a_short_one_polls_before_it_sleeps() -> None:
 
 
 @pytest.mark.parametrize("spin_seconds", [0.0, 1e-9])
-def test_a_wait_after_one_that_was_longer_sleeps_at_once(spin_seconds: float) -> None:
+def test_a_wait_after_a_longer_one_sleeps_immediately(spin_seconds: float) -> None:
     assert _looks_of_the_second_wait(spin_seconds)[0] > 0
 
 
-def test_the_first_wait_of_a_link_sleeps_at_once() -> None:
+def test_the_first_wait_of_a_link_sleeps_immediately() -> None:
     with joined(spin_seconds=LONG_SECONDS) as (link, other):
         looks = _Looks(link, lambda _: other.send(b"first", 0, HEAD))
         assert _take(link) == b"first"
         assert looks.seconds[0] > 0
 
 
-def test_it_polls_no_longer_than_it_may_wait() -> None:
+def test_a_wait_polls_no_longer_than_its_limit() -> None:
     with joined(spin_seconds=math.inf) as (link, _):  # every wait is short enough
         looks = _Looks(link, lambda _: None)
         with pytest.raises(LinkTimeout):
@@ -76,7 +76,7 @@ def test_it_polls_no_longer_than_it_may_wait() -> None:
         assert looks.seconds[0] == 0
 
 
-def test_what_ends_the_link_ends_a_wait_that_polls() -> None:
+def test_ending_the_link_ends_a_wait_that_polls() -> None:
     with joined(spin_seconds=LONG_SECONDS) as (link, other), ThreadPoolExecutor(1) as thread:
         _Looks(link, lambda count: other.send(b"first", 0, HEAD) if count == 1 else None)
         assert _take(link) == b"first"
