@@ -11,7 +11,8 @@ import pytest
 
 from objcomm._observe.stacks import Running, StackSampler
 
-HERE = __file__
+LINES = Path(__file__).read_text(encoding="utf-8").splitlines()
+LINE = f"{__file__}:{1 + LINES.index('        end.wait()')}"
 
 
 @pytest.fixture
@@ -27,26 +28,21 @@ def waiting() -> Iterator[int]:
     thread.start()
     begun.wait()
     sampler, number = StackSampler(), thread.ident or 0
-    while not sampler.sample([number], 0.0)[0].line.endswith(f":{_line_of('end.wait()')}"):
+    while sampler.sample([number], 0.0)[0].line != LINE:
         pass
     yield number
     end.set()
     thread.join()
 
 
-def _line_of(text: str) -> int:
-    lines = Path(HERE).read_text(encoding="utf-8").splitlines()
-    return next(number for number, line in enumerate(lines, 1) if text in line)
-
-
 def test_a_thread_in_the_library_is_at_the_line_that_called_it(waiting: int) -> None:
     (found,) = StackSampler().sample([waiting], 5.0)
     function = "waiting.<locals>.wait_at_this_line"
-    assert found == Running(waiting, f"{HERE}:{_line_of('end.wait()')}", function, 0.0)
-    assert found.text == f"{found.line} in {function}"
+    assert found == Running(waiting, LINE, function, 0.0)
+    assert found.text == f"{LINE} in {function}"
 
 
-def test_seconds_are_those_in_which_each_sample_found_the_same_line(waiting: int) -> None:
+def test_seconds_count_consecutive_samples_of_the_same_line(waiting: int) -> None:
     sampler = StackSampler()
 
     def seconds_at(now: float) -> float:
@@ -57,7 +53,7 @@ def test_seconds_are_those_in_which_each_sample_found_the_same_line(waiting: int
     assert seconds_at(3601.0) == 1.0
 
 
-def test_of_a_thread_of_packages_alone_the_innermost_line_is_told() -> None:
+def test_a_thread_that_runs_only_packages_is_at_its_innermost_line() -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         number = pool.submit(threading.get_ident).result()
         (found,) = StackSampler().sample([number], 0.0)
@@ -65,7 +61,7 @@ def test_of_a_thread_of_packages_alone_the_innermost_line_is_told() -> None:
     assert found.function == "_worker"
 
 
-def test_a_sample_keeps_nothing_that_a_thread_has_in_its_variables() -> None:
+def test_a_sample_keeps_no_variable_of_a_thread_alive() -> None:
     class Kept:
         pass
 
@@ -91,7 +87,7 @@ def test_a_sample_keeps_nothing_that_a_thread_has_in_its_variables() -> None:
         gc.enable()
 
 
-def test_a_thread_that_has_ended_is_nowhere(waiting: int) -> None:
+def test_a_thread_that_has_ended_is_left_out(waiting: int) -> None:
     thread = threading.Thread(target=int)
     thread.start()
     ended = thread.ident or 0
