@@ -22,39 +22,28 @@ POSITIONS = (
     Position(2, "barrier", 2, -1, "\udce9.py:9", 0.5, is_over=True, group="dp", line="\udce9.py:1"),
 )
 FAILURE = RankFailure(1, "ValueError", "no \udce9", "Traceback …")
+DESYNC = Verdict.of(
+    Cause.DESYNC, reason="roots differ", positions=POSITIONS, meshes=("a", "b"), deadlock=b"\0\xff"
+)
+FAILED = Verdict.of(Cause.FAILED, failures=(FAILURE,), operation="fail_together")
+TIMEOUT = Verdict.of(Cause.TIMEOUT, ranks=(1, 3), seconds=2.5, positions=POSITIONS, silent=(3,))
+LOST = Verdict.of(Cause.LOST, ranks=(1,), reason="it died")
 VERDICTS = {
-    Cause.DESYNC: (
-        Verdict.of(
-            Cause.DESYNC,
-            reason="different roots",
-            positions=POSITIONS,
-            meshes=("a", "b"),
-            deadlock=b"\x00\xff",
-        ),
-        errors.DesyncError,
-    ),
+    Cause.DESYNC: (DESYNC, errors.DesyncError),
     Cause.REFUSED: (Verdict.of(Cause.REFUSED, failures=(FAILURE,)), errors.CollectiveError),
-    Cause.FAILED: (
-        Verdict.of(Cause.FAILED, failures=(FAILURE,), operation="fail_together"),
-        errors.CollectiveError,
-    ),
-    Cause.TIMEOUT: (
-        Verdict.of(Cause.TIMEOUT, ranks=(1, 3), seconds=2.5, positions=POSITIONS, silent=(3,)),
-        errors.TransportTimeout,
-    ),
-    Cause.LOST: (Verdict.of(Cause.LOST, ranks=(1,), reason="it died"), errors.TransportError),
+    Cause.FAILED: (FAILED, errors.CollectiveError),
+    Cause.TIMEOUT: (TIMEOUT, errors.TransportTimeout),
+    Cause.LOST: (LOST, errors.TransportError),
     Cause.LEFT: (Verdict.of(Cause.LEFT, ranks=(1,), reason="Ctrl-C"), errors.TransportError),
     Cause.APART: (Verdict.of(Cause.APART, ranks=(1, 3), reason="no route"), errors.TransportError),
 }
 CALL = Step(3, 2, 0, 9, "a.py:1", "gather")
 STATE = LaneWait("world", "n", 0, 1, 1, 4, -1, CALL, 2, 1.5, 0.5, ())
+PAST = Step(0, 7, -1, 0, "\udce9.py:2")
 WHEREABOUTS = WaitSnapshot(
     7,
     140_000_000_000_000,
-    (
-        STATE,
-        LaneWait("dp", "", 5, 2, 2, 0, 3, None, -1, 0.0, 0.0, (Step(0, 7, -1, 0, "\udce9.py:2"),)),
-    ),
+    (STATE, LaneWait("dp", "", 5, 2, 2, 0, 3, None, -1, 0.0, 0.0, (PAST,))),
     (Deadlock("each waits for another", ((3, STATE, CALL), (4, STATE, CALL)), is_published=True),),
     is_single=True,
     running=(Running(1, "\udce9.py:2", "load", 0.5),),
@@ -62,37 +51,30 @@ WHEREABOUTS = WaitSnapshot(
 
 
 @pytest.mark.parametrize("cause", Cause)
-def test_a_verdict_is_the_same_after_its_way_through_the_store(cause: Cause) -> None:
+def test_a_verdict_that_was_stored_is_the_same(cause: Cause) -> None:
     verdict, kind = VERDICTS[cause]
     got = unpack_record(pack_record(verdict), Verdict, "a verdict")
     assert got == verdict
+    assert got.is_recoverable == (cause in {Cause.DESYNC, Cause.REFUSED, Cause.FAILED})
     error = got.error("gather")
     assert type(error) is kind
     assert str(error) == str(verdict.error("gather"))
     assert str(pickle.loads(pickle.dumps(error))) == str(error)  # noqa: S301  # made here
 
 
-@pytest.mark.parametrize("cause", Cause)
-def test_only_what_all_ranks_outlive_can_be_recovered_from(cause: Cause) -> None:
-    lives = cause in {Cause.DESYNC, Cause.REFUSED, Cause.FAILED}
-    assert VERDICTS[cause][0].is_recoverable == lives
-
-
-def test_a_desync_tells_this_ranks_own_place_besides() -> None:
-    verdict, _ = VERDICTS[Cause.DESYNC]
-    error = verdict.error("gather", Position(1, "gather", 3, 0, "third.py:1"))
+def test_a_desync_also_shows_this_ranks_own_position() -> None:
+    error = DESYNC.error("gather", Position(1, "gather", 3, 0, "third.py:1"))
     assert isinstance(error, errors.DesyncError)
     assert sorted(error.positions) == [0, 1, 2]
     assert "third.py:1" in str(error)
 
 
-def test_a_verdict_that_no_store_confirmed_says_so() -> None:
-    for cause in (Cause.TIMEOUT, Cause.LOST):
-        verdict = VERDICTS[cause][0]._replace(is_store_silent=True)
-        assert "store: no answer" in str(verdict.error("gather"))
+@pytest.mark.parametrize("verdict", [TIMEOUT, LOST], ids=["timeout", "lost"])
+def test_a_verdict_that_no_store_confirmed_says_so(verdict: Verdict) -> None:
+    assert "store: no answer" in str(verdict._replace(is_store_silent=True).error("gather"))
 
 
-def test_whereabouts_are_the_same_after_their_way_through_the_store() -> None:
+def test_whereabouts_that_were_stored_are_the_same() -> None:
     got = unpack_record(pack_record(WHEREABOUTS), WaitSnapshot, "whereabouts")
     assert got == WHEREABOUTS
     assert got.lane("world", 0) == WHEREABOUTS.lanes[0]
@@ -122,13 +104,13 @@ NOT_VERDICTS: dict[str, tuple[str, Any]] = {
     "a failure's traceback": ("failures", [[1, "T", "m", 5]]),
     "the missing": ("ranks", [1, "a"]),
     "the silent": ("silent", [[]]),
-    "no list": ("silent", 5),
+    "not a list": ("silent", 5),
     "the reason": ("reason", 5),
     "the limit": ("seconds", "2.5"),
     "the operation": ("operation", [1]),
     "the cause": ("cause", 8),
     "a cause that only equals one": ("cause", 2.0),
-    "the circle": ("deadlock", 1 << 40),
+    "the deadlock": ("deadlock", 1 << 40),
     "the meshes": ("meshes", [1]),
 }
 
@@ -168,12 +150,12 @@ def test_a_record_longer_than_any_rank_writes_is_not_read() -> None:
         unpack_record(raw, Verdict, "a verdict")
 
 
-def test_a_limit_may_have_been_given_as_a_whole_number() -> None:
+def test_a_limit_may_have_been_given_as_an_integer() -> None:
     got = unpack_record(pack_record(Verdict.of(Cause.TIMEOUT, seconds=8)), Verdict, "a verdict")
     assert (got.seconds, type(got.seconds)) == (8.0, float)
 
 
-def test_whoever_is_inside_of_no_call_has_left_it() -> None:
+def test_a_rank_that_is_inside_no_call_has_left_it() -> None:
     assert STATE._replace(now=None, is_inside=True).is_over(CALL)
 
 
