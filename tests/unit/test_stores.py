@@ -9,28 +9,21 @@ import pytest
 import torch.distributed as dist
 
 from objcomm._transport.sockets import hang_up, open_sockets, other_ends
-from objcomm._transport.store import (
-    Clients,
-    SharedStore,
-    StorePart,
-    loopback_store,
-    read,
-    under,
-)
+from objcomm._transport.store import Clients, SharedStore, StorePart, loopback_store, read, under
 from objcomm._world import bare
+
+
+CLOSED = "has closed the connection"
 
 
 @pytest.fixture(params=["tcp", "file"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> dist.Store:
-    found: dist.Store = (
-        loopback_store() if request.param == "tcp" else dist.FileStore(str(tmp_path / "store"), 1)
-    )
+    is_file = request.param == "file"
+    found: dist.Store = dist.FileStore(str(tmp_path / "store"), 1) if is_file else loopback_store()
     return dist.PrefixStore("part", found)
 
 
-def test_two_that_need_one_at_once_have_one_each_and_the_next_takes_one_of_these(
-    store: dist.Store,
-) -> None:
+def test_clients_needed_at_the_same_time_are_separate_and_reused_later(store: dist.Store) -> None:
     clients = Clients()
     one, other = clients.take(store, 60.0), clients.take(store, 60.0)
     assert bare(one) is not bare(other)
@@ -42,7 +35,7 @@ def test_two_that_need_one_at_once_have_one_each_and_the_next_takes_one_of_these
     assert clients.take(store, 60.0) is not other  # only one is kept
 
 
-def test_what_stands_under_a_key_is_read_and_nothing_is_written(store: dist.Store) -> None:
+def test_reading_a_key_writes_nothing(store: dist.Store) -> None:
     assert read(store, "key") is None
     assert not store.check(["key"])
     for value in (b"", b"\0 \xff", bytes(100_000)):
@@ -63,8 +56,7 @@ def test_a_forked_child_opens_its_own(store: dist.Store) -> None:
 
 
 def test_a_store_is_not_kept_alive_by_connections_to_it() -> None:
-    hosted = loopback_store()
-    clients = Clients()
+    hosted, clients = loopback_store(), Clients()
     own = clients.take(hosted, 60.0)
     del hosted
     with pytest.raises(dist.DistNetworkError):
@@ -72,7 +64,7 @@ def test_a_store_is_not_kept_alive_by_connections_to_it() -> None:
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_who_connects_anew_to_a_store_whose_host_is_gone_is_told_at_once(*, is_kept: bool) -> None:
+def test_connecting_to_a_store_whose_host_is_gone_fails_immediately(*, is_kept: bool) -> None:
     """Torch keeps trying until the store's own limit has passed, and longer."""
     hosted, clients = loopback_store(), Clients()
     store = hosted.clone()  # type: ignore[attr-defined]  # torch's stubs leave it out
@@ -102,7 +94,7 @@ def shared_to(store: dist.Store) -> SharedStore:
     return shared
 
 
-def test_a_part_of_a_shared_store_has_the_keys_of_torchs(store: dist.Store) -> None:
+def test_a_part_of_a_shared_store_has_the_same_keys_as_torchs(store: dist.Store) -> None:
     part = under(StorePart(shared_to(store), "one"), "two")
     part.set("key", "value")
     assert dist.PrefixStore("one/two", store).get("key") == b"value"
@@ -111,7 +103,7 @@ def test_a_part_of_a_shared_store_has_the_keys_of_torchs(store: dist.Store) -> N
     assert not part.check(["another"])
 
 
-def test_after_an_error_a_shared_store_is_requested_nothing_more() -> None:
+def test_after_an_error_a_shared_store_gets_no_more_requests() -> None:
     """Torch writes a page to stderr for each attempt, and may read a late answer as the next."""
     requested: list[str] = []
 
@@ -131,18 +123,17 @@ def test_after_an_error_a_shared_store_is_requested_nothing_more() -> None:
     assert requested == ["key"]
 
 
-def test_a_shared_store_that_its_host_has_closed_is_not_requested() -> None:
+def test_a_shared_store_whose_host_has_closed_it_gets_no_requests() -> None:
     hosted = loopback_store()
     part = StorePart(shared_to(hosted), "part")
     part.set("key", "value")
     del hosted
-    with pytest.raises(dist.DistNetworkError, match="has closed the connection"):
+    with pytest.raises(dist.DistNetworkError, match=CLOSED):
         part.check(["key"])
 
 
-def test_a_shared_store_is_opened_again_after_an_outage_and_not_once_it_was_hung_up() -> None:
-    hosted = loopback_store()
-    shared = SharedStore()
+def test_a_shared_store_is_opened_again_after_an_outage_but_not_after_it_was_hung_up() -> None:
+    hosted, shared = loopback_store(), SharedStore()
     with pytest.raises(dist.DistNetworkError, match="not connected"):
         shared.request("part", "add", "key", 1)
     before = open_sockets()
@@ -153,8 +144,8 @@ def test_a_shared_store_is_opened_again_after_an_outage_and_not_once_it_was_hung
         assert shared.port == hosted.port
         (end,) = other_ends(before, hosted.port)
         hang_up({end})
-        with pytest.raises(dist.DistNetworkError, match="has closed the connection"):
+        with pytest.raises(dist.DistNetworkError, match=CLOSED):
             shared.request("part", "add", "key", 1)
     shared.hang_up()
-    with pytest.raises(dist.DistNetworkError, match="has closed the connection"):
+    with pytest.raises(dist.DistNetworkError, match=CLOSED):
         shared.open(hosted, 60.0)
