@@ -4,23 +4,18 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objcomm._transport.frames import (
-    AHEAD_MAX,
-    AHEAD_MAX_NBYTES,
-    UNASKED_MAX_NBYTES,
-    Kind,
-)
+from objcomm._transport.frames import AHEAD_MAX, AHEAD_MAX_NBYTES, UNASKED_MAX_NBYTES, Kind
 from objcomm._transport.link import LinkClosed, LinkTimeout, payload_tag
 from objcomm._transport.streams import StreamLink
 from tests.contracts import check_link, is_over
@@ -39,33 +34,25 @@ from tests.unit.stream_links import (
 )
 from tests.waits import PATIENCE_S, wait_until
 
-_SOON = timedelta(milliseconds=50)
 
-
-def check_links(*groups: Sequence[StreamLink]) -> None:
-    """Check the contract of links between three threads; this uses up several groups of links."""
-    links = list(zip(*groups, strict=True))
-
-    def check(rank: int) -> None:
-        left = list(links[rank])
-        check_link(lambda _: left.pop(0), rank, 3)
-
-    with ThreadPoolExecutor(3) as ranks:
-        for each in [ranks.submit(check, rank) for rank in range(3)]:
-            each.result()
+Make = Callable[..., AbstractContextManager[list[StreamLink]]]
 
 
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("make", [joined, behind_doors])
-def test_threads_keep_the_contract_of_links(
-    make: Callable[..., AbstractContextManager[list[StreamLink]]], *, across: bool
-) -> None:
-    with ExitStack() as stack:
-        check_links(*(stack.enter_context(make(3, across=across)) for _ in range(5)))
+def test_threads_keep_the_contract_of_links(make: Make, *, across: bool) -> None:
+    with ExitStack() as stack, ThreadPoolExecutor(3) as ranks:
+        groups = [stack.enter_context(make(3, across=across)) for _ in range(5)]
+
+        def check(rank: int) -> None:
+            links = [each[rank] for each in groups]
+            check_link(lambda _: links.pop(0), rank, 3)
+
+        list(ranks.map(check, range(3)))
 
 
 @pytest.mark.parametrize(
-    "said", [frame(99), frame(Kind.MESSAGE, nbytes=9) + bytes(9)], ids=["no frame", "too much"]
+    "said", [frame(99), frame(Kind.MESSAGE, nbytes=9) + bytes(9)], ids=["not a frame", "too long"]
 )
 def test_what_no_link_sends_ends_the_connection_and_says_so(said: bytes) -> None:
     def say(other: socket.socket) -> None:
@@ -94,7 +81,7 @@ def test_a_stream_that_ends_within_a_frame_ends_the_connection(kept: int) -> Non
         assert list(link.closed_by()) == [1]
 
 
-def test_what_nobody_has_moved_is_unread_and_the_end_of_all_is_not() -> None:
+def test_messages_that_no_thread_has_read_are_unread_but_an_end_is_not() -> None:
     with facing() as (link, other):
         assert not link.has_unread(1)
         other.sendall(frame(Kind.MESSAGE, nbytes=1) + b"a")
@@ -112,7 +99,7 @@ def test_what_nobody_has_moved_is_unread_and_the_end_of_all_is_not() -> None:
         assert [int(each) for each in into] == [*b"ab"]
 
 
-def test_a_sender_is_some_bytes_ahead_and_no_more() -> None:
+def test_a_sender_is_ahead_by_a_limited_number_of_bytes() -> None:
     """A short message does not overtake one that was held back before it."""
     lengths = [AHEAD_MAX_NBYTES // 2, AHEAD_MAX_NBYTES // 2, AHEAD_MAX_NBYTES // 4, 1]
     with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
@@ -129,14 +116,12 @@ def test_a_sender_is_some_bytes_ahead_and_no_more() -> None:
         assert sum(map(len, receiver.unread())) == AHEAD_MAX_NBYTES
         waiting = threads.submit(sender.wait, sent[-1], LIMIT)
         until = time.monotonic() + LIMIT.total_seconds()
-        taken = [receiver.take(0, HEAD, until) for _ in lengths]
+        for at, nbytes in enumerate(lengths):
+            assert receiver.take(0, HEAD, until) == bytes([1 + at]) * nbytes
         waiting.result()
-        assert [(len(each), each[0]) for each in taken] == [
-            (nbytes, 1 + at) for at, nbytes in enumerate(lengths)
-        ]
 
 
-def test_what_was_held_back_and_cannot_go_any_more_says_so() -> None:
+def test_a_held_back_message_that_can_no_longer_be_sent_raises() -> None:
     with joined() as (sender, receiver):
         sent = [sender.send(filled(1), 1, HEAD) for _ in range(AHEAD_MAX + 1)]
         (connection,) = sender._connections.values()  # noqa: SLF001  # no public way to the socket
@@ -149,24 +134,21 @@ def test_what_was_held_back_and_cannot_go_any_more_says_so() -> None:
         assert all(is_over(sender, each) for each in sent[:-1])
 
 
-def test_what_nobody_takes_needs_little_memory_there() -> None:
+def test_messages_that_no_rank_takes_need_little_memory_there() -> None:
     """The first message has arrived; a thousand later ones are only offered."""
-    piece = filled(1000)
     with facing() as (link, other):
         sent = [link.send(filled(30_000), 1, HEAD)]
-        sent += [link.send(piece, 1, TAG) for _ in range(1000)]
+        sent += [link.send(filled(1000), 1, TAG) for _ in range(1000)]
         link.abort()
         assert [is_over(link, each) for each in sent] == [True] + [False] * 1000
         came = b"".join(iter(lambda: other.recv(1 << 20), b""))
-    messages, at = 0, 0
-    while at < len(came):
-        kind, _, nbytes, _ = HEADER.unpack_from(came, at)
-        at += HEADER.size + nbytes * (kind == Kind.MESSAGE)
-        messages += kind == Kind.MESSAGE
-    assert messages == 1
+    message = frame(Kind.MESSAGE, HEAD, 30_000) + b"\7" * 30_000
+    offers = b"".join(frame(Kind.OFFER, TAG, 1000, number) for number in range(1, 1001))
+    assert came.startswith(message)
+    assert offers.startswith(came[len(message) :])
 
 
-def test_each_of_many_threads_gets_its_own() -> None:
+def test_each_of_many_threads_gets_its_own_message() -> None:
     """One of them moves bytes for all; when its own arrives, another takes over."""
     with joined() as (link, other), ThreadPoolExecutor(8) as threads:
         into = {tag: room(1) for tag in range(TAG, TAG + 8)}
@@ -184,7 +166,7 @@ def test_each_of_many_threads_gets_its_own() -> None:
             assert all(int(each) == tag % 200 for tag, each in into.items())
 
 
-def test_who_waits_goes_on_when_the_one_who_moved_gave_up() -> None:
+def test_a_wait_continues_after_the_thread_that_moved_bytes_gave_up() -> None:
     with joined() as (link, other), ThreadPoolExecutor(2) as threads:
         never = link.recv(room(1), 1, TAG + 1)
         has_begun = threading.Event()
@@ -202,15 +184,10 @@ def test_who_waits_goes_on_when_the_one_who_moved_gave_up() -> None:
         waiting.result(LIMIT.total_seconds())
 
 
-def test_a_wait_ends_when_another_thread_begins_to_attend_to_what_has_arrived() -> None:
-    with joined() as (link, other):
-        signal, has_ended = link.signal(), threading.Event()
-
-        def wait() -> None:
-            signal.wait()
-            has_ended.set()
-
-        threading.Thread(target=wait, daemon=True).start()
+def test_a_wait_ends_when_another_thread_attends_to_an_arrived_message() -> None:
+    with ThreadPoolExecutor(2) as threads, joined() as (link, other):
+        signal = link.signal()
+        waiting = threads.submit(signal.wait, 2 * PATIENCE_S)
         wait_until(lambda: link._loop.leader_wait is signal, "it to wait")  # noqa: SLF001  # no other sign
         other.send(b"first", 0, HEAD)
         wait_until(lambda: link.has_come(1, HEAD), "the message")
@@ -219,15 +196,11 @@ def test_a_wait_ends_when_another_thread_begins_to_attend_to_what_has_arrived() 
             signal.set()
             return message == b"first"
 
-        def attend() -> None:
-            with suppress(LinkClosed):
-                link.attend(1, {HEAD: accept})
-
-        threading.Thread(target=attend, daemon=True).start()
-        assert has_ended.wait(PATIENCE_S)
+        threads.submit(link.attend, 1, {HEAD: accept})  # until the link ends
+        assert waiting.result(PATIENCE_S)
 
 
-def test_an_abort_wakes_all_who_wait() -> None:
+def test_an_abort_wakes_all_waiting_threads() -> None:
     with joined() as (link, _), ThreadPoolExecutor(4) as threads:
         waiting = [threads.submit(link.wait, link.recv(room(1), 1, tag), LIMIT) for tag in range(4)]
         wait_until(lambda: link._loop._leader, "one that moves")  # noqa: SLF001  # nothing else shows it
@@ -239,9 +212,7 @@ def test_an_abort_wakes_all_who_wait() -> None:
 
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("make", [joined, behind_doors])
-def test_a_farewell_reaches_those_that_are_connected(
-    make: Callable[..., AbstractContextManager[list[StreamLink]]], *, across: bool
-) -> None:
+def test_a_farewell_reaches_the_connected_ranks(make: Make, *, across: bool) -> None:
     with make(across=across) as (link, other), ThreadPoolExecutor(1) as threads:
         pending = other.recv(room(1), 0, TAG)
         waiting = threads.submit(other.wait, pending, LIMIT)
@@ -253,7 +224,7 @@ def test_a_farewell_reaches_those_that_are_connected(
         assert not link.farewell_of(1)
 
 
-def test_no_farewell_is_said_in_the_middle_of_a_message() -> None:
+def test_no_farewell_is_sent_in_the_middle_of_a_message() -> None:
     flat = filled(4 << 20)
     with joined() as (link, other):
         sent, coming = link.send(flat, 1, TAG), other.recv(room(4 << 20), 0, TAG)
@@ -266,7 +237,7 @@ def test_no_farewell_is_said_in_the_middle_of_a_message() -> None:
         assert not other.farewell_of(0)
 
 
-def test_a_farewell_counts_when_the_connection_has_ended() -> None:
+def test_a_farewell_counts_once_the_connection_has_ended() -> None:
     with facing() as (link, other):
         other.sendall(frame(Kind.FAREWELL, nbytes=3) + b"why")
         link.move()
@@ -289,9 +260,7 @@ _LENGTHS = st.one_of(st.integers(0, 300), st.sampled_from([1 << 16, (1 << 16) + 
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), _LENGTHS, st.booleans()), max_size=30))
-def test_whatever_is_sent_arrives_in_the_order_of_its_tag(
-    messages: list[tuple[int, int, bool]],
-) -> None:
+def test_messages_arrive_in_the_order_of_their_tag(messages: list[tuple[int, int, bool]]) -> None:
     """The buffers hold no message whole; receives are posted early or late."""
     with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
         for link in (sender, receiver):
@@ -299,38 +268,26 @@ def test_whatever_is_sent_arrives_in_the_order_of_its_tag(
             connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         flats = [filled(length, 1 + at) for at, (_, length, _) in enumerate(messages)]
         into = [room(length + is_early) for _, length, is_early in messages]
-        posted = {
-            at: receiver.recv(into[at], 0, TAG + tag)
-            for tag in range(3)
-            for at in _early(messages, tag)
-        }
+        tags = [TAG + tag for tag, _, _ in messages]
+        posted: dict[int, Any] = {}
+        late = set[int]()  # tags whose next receives must be posted late, too
+        for at, (tag, _, is_early) in enumerate(messages):
+            if not is_early:
+                late.add(tag)
+            if tag not in late:
+                posted[at] = receiver.recv(into[at], 0, tags[at])
 
         def send() -> None:
-            sent = [
-                sender.send(flat, 1, TAG + tag)
-                for flat, (tag, _, _) in zip(flats, messages, strict=True)
-            ]
-            for each in sent:
+            for each in [sender.send(flats[at], 1, tag) for at, tag in enumerate(tags)]:
                 sender.wait(each, LIMIT)
 
         sending = threads.submit(send)
-        for at, (tag, _, _) in enumerate(messages):
+        for at, tag in enumerate(tags):
             if at not in posted:
-                posted[at] = receiver.recv(into[at], 0, TAG + tag)
+                posted[at] = receiver.recv(into[at], 0, tag)
         for pending in posted.values():
             receiver.wait(pending, LIMIT)
         sending.result()
         for flat, each in zip(flats, into, strict=True):
             assert torch.equal(each[: flat.numel()], flat)
             assert not each[flat.numel() :].any()
-
-
-def _early(messages: list[tuple[int, int, bool]], tag: int) -> list[int]:
-    """Return the first messages of a tag, up to the first whose receive is posted late."""
-    early = []
-    for at, (its, _, is_early) in enumerate(messages):
-        if its == tag:
-            if not is_early:
-                break
-            early.append(at)
-    return early
