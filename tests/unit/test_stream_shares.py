@@ -5,7 +5,6 @@ import fcntl
 import gc
 import os
 import socket
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from objcomm._transport.frames import Kind
 from objcomm._transport.link import LinkClosed
 from objcomm._transport.share import Share, places
+from objcomm._transport.streams import StreamLink
 from tests.contracts import is_over
 from tests.open_files import open_files
 from tests.scripts import run_python
@@ -33,7 +33,18 @@ from tests.unit.stream_links import (
 )
 
 
-def test_what_is_shared_is_mapped_and_its_sender_told() -> None:
+def sent_as_copy(
+    sender: StreamLink, receiver: StreamLink, share: Share | None, flats: list[torch.Tensor]
+) -> None:
+    """Check that the receiver gets a copy of what was to be shared."""
+    sent = sender.send_share(share, flats, 1, TAG)
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(sender.wait, sent, LIMIT)
+        take_a_copy(receiver, flats)
+        sending.result()
+
+
+def test_shared_memory_is_mapped_and_its_sender_informed() -> None:
     flats = members(100_000, 5)
     with joined() as (sender, receiver):
         sent = sender.send_share(Share.of(flats), flats, 1, TAG)
@@ -48,29 +59,21 @@ def test_what_is_shared_is_mapped_and_its_sender_told() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(9,), (100_000, 1, 5_000_000), (0, 3, 0, 0, 200_000, 0)])
-def test_what_can_not_be_shared_is_sent(lengths: tuple[int, ...]) -> None:
-    flats = members(*lengths)
-    with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
-        sent = sender.send_share(None, flats, 1, TAG)
-        sending = threads.submit(sender.wait, sent, LIMIT)
-        take_a_copy(receiver, flats)
-        sending.result()
+def test_memory_that_cannot_be_shared_is_sent(lengths: tuple[int, ...]) -> None:
+    with joined() as (sender, receiver):
+        sent_as_copy(sender, receiver, None, members(*lengths))
 
 
-def test_where_too_many_descriptors_are_under_way_its_content_is_sent() -> None:
+def test_if_too_many_descriptors_are_in_transit_the_content_is_sent() -> None:
     flats = members(100_000, 5)
-    with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
+    with joined() as (sender, receiver):
         (connection,) = sender._connections.values()  # noqa: SLF001  # no public way to the socket
         refusing = Refusing(connection.socket, errno.ETOOMANYREFS, is_of_descriptors=True)
         connection.socket = cast("socket.socket", refusing)
-        sending = threads.submit(
-            sender.wait, sender.send_share(Share.of(flats), flats, 1, TAG), LIMIT
-        )
-        take_a_copy(receiver, flats)
-        sending.result()
+        sent_as_copy(sender, receiver, Share.of(flats), flats)
 
 
-def test_where_the_receiver_can_have_no_more_descriptors_its_content_is_sent() -> None:
+def test_if_the_receiver_has_no_descriptor_left_the_content_is_sent() -> None:
     run_python(
         """
         import resource
@@ -93,43 +96,28 @@ def test_where_the_receiver_can_have_no_more_descriptors_its_content_is_sent() -
     )
 
 
-def unsealed() -> int:
-    descriptor = os.memfd_create("objcomm")
-    os.ftruncate(descriptor, 4096)
-    return descriptor
-
-
-def sealed() -> int:
-    share = Share.of(members(8))
-    return os.dup(share.descriptors[0])
-
-
 @pytest.mark.parametrize(
-    ("said", "descriptors"),
+    ("kind", "nbytes", "are_sealed"),
     [
-        (frame(Kind.SHARE, nbytes=8, number=1), [unsealed]),
-        (frame(Kind.SHARE, nbytes=9, number=1), [sealed]),
-        (frame(Kind.SHARE, nbytes=8, number=1), [unsealed, sealed]),
-        (frame(Kind.OFFER, nbytes=8, number=1), [sealed]),
-    ],
-    ids=[
-        "memory that may change",
-        "another length",
-        "memory of which a part may change",
-        "an offer with a descriptor",
+        pytest.param(Kind.SHARE, 8, [False], id="memory that may change"),
+        pytest.param(Kind.SHARE, 9, [True], id="another length"),
+        pytest.param(Kind.SHARE, 8, [False, True], id="memory of which a part may change"),
+        pytest.param(Kind.OFFER, 8, [True], id="an offer with a descriptor"),
     ],
 )
-def test_what_is_no_share_ends_the_connection_and_leaves_no_file(
-    said: bytes, descriptors: list[Callable[[], int]]
+def test_an_invalid_share_ends_the_connection_and_leaves_no_file(
+    kind: Kind, nbytes: int, are_sealed: list[bool]
 ) -> None:
     gc.collect()
     files = open_files()
     with facing() as (link, other):
         pending = link.recv_share(8, 1, TAG)
-        mine = [make() for make in descriptors]
-        socket.send_fds(other, [said], mine)
-        for each in mine:
-            os.close(each)
+        sealed, unsealed = Share.of(members(8)), Share([os.memfd_create("objcomm")])
+        os.ftruncate(unsealed.descriptors[0], 4096)
+        mine = [(sealed if each else unsealed).descriptors[0] for each in are_sealed]
+        socket.send_fds(other, [frame(kind, nbytes=nbytes, number=1)], mine)
+        sealed.close()
+        unsealed.close()
         with suppress(LinkClosed):
             link.wait(pending, LIMIT)
         with pytest.raises(LinkClosed, match="which objcomm never does"):
@@ -163,7 +151,7 @@ def memories() -> int:
     return sum("memfd" in str(each.resolve()) for each in Path("/proc/self/fd").iterdir())
 
 
-def test_an_end_lets_go_of_what_nobody_has_taken() -> None:
+def test_an_end_releases_memory_that_no_rank_has_taken() -> None:
     gc.collect()
     files, before = open_files(), memories()
     flats = members(100_000)
