@@ -78,7 +78,7 @@ def test_a_structure_is_plain_data(obj: Any) -> None:
     check(structure_of(obj))
 
 
-def test_paths_are_those_that_a_person_would_write() -> None:
+def test_paths_are_written_as_in_python() -> None:
     obj = {"val": [1, Point(Slotted(1, [2.0]), 3)], ("k", 1): 4}
     paths = [structures.text_of(path) for path, _, _ in structures.walk(structure_of(obj))]
     assert paths == [
@@ -97,7 +97,7 @@ def test_merging_keeps_the_order_of_the_lowest_rank() -> None:
     assert [leaf.places for leaf in leaves] == [{0: 0, 1: 1}, {0: 1, 1: 0}]
 
 
-def test_merging_with_gaps_knows_who_has_what() -> None:
+def test_merging_with_gaps_records_which_rank_has_what() -> None:
     objs = [{"a": 1}, {"b": {"c": [2, 3]}, "a": 4}, {"b": {}}]
     described = [structure_of(each) for each in objs]
     merged, leaves = structures.merge(described, may_lack=True)
@@ -131,14 +131,14 @@ def test_a_difference_names_its_path_and_two_ranks(
     ("obj", "path"),
     [({"a": {1}}, "obj['a']"), ([bytearray()], "obj[0]"), ("text", "obj"), (None, "obj")],
 )
-def test_what_cannot_be_combined_is_refused_with_its_path(obj: Any, path: str) -> None:
+def test_values_that_cannot_be_combined_are_refused_with_their_path(obj: Any, path: str) -> None:
     with pytest.raises(UsageError) as caught:
         structure_of(obj)
     assert str(caught.value).startswith(f"{path}: ")
 
 
 def test_a_container_within_itself_is_an_error() -> None:
-    deadlock: list[Any] = []
-    deadlock.append(deadlock)
+    endless: list[Any] = []
+    endless.append(endless)
     with pytest.raises(RecursionError):
-        structure_of(deadlock)
+        structure_of(endless)
