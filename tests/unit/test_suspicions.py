@@ -33,12 +33,8 @@ class Looks:
         self.settled: list[Any] = []
         patch.setattr(inquiry, "wait_snapshot", self._mine)
         lane = lane_like(waits=lambda: [self.entry], has_waiting=lambda entry: entry is self.entry)
-        mesh = mesh_like(
-            *(0, 1),
-            name=self.mine.group,
-            link=object(),
-            settle_on=lambda _, verdict: self.settled.append(verdict),
-        )
+        mesh = mesh_like(0, 1, name=self.mine.group, link=object())
+        mesh.settle_on = lambda _, verdict: self.settled.append(verdict)
         self._waiting: Any = (mesh, lane, self.entry)
         self._board = board_like(ask=self._ask, read=lambda rank, _: self._of(rank))
 
@@ -66,9 +62,7 @@ def test_two_looks_at_one_wait_are_believed(monkeypatch: pytest.MonkeyPatch) -> 
     assert looks.look(5.0)
 
 
-def test_two_waits_one_after_another_are_not_taken_for_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_consecutive_waits_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = Looks(monkeypatch)
     for poll in range(10):
         assert not looks.look(5.0 + poll)
@@ -80,9 +74,8 @@ class Meeting:
 
     def __init__(self) -> None:
         self.entry = CallRecord(header_of(1, sequence=MEETING), "barrier")
-        self.entry.waits_since = (
-            time.monotonic() - PATIENCE_S
-        )  # its board's thread did not run before
+        # The board's thread did not run before.
+        self.entry.waits_since = time.monotonic() - PATIENCE_S
         self.answer: WaitSnapshot | None = None
         self.settled: list[Verdict] = []
         group = functools.partial(
@@ -100,31 +93,31 @@ class Meeting:
         return self.settled
 
 
-def test_who_has_lost_its_connections_gets_time_to_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Meeting:
     monkeypatch.setattr(losses, "SURELY_ANSWERED_SECONDS", 0.0)
-    meeting = Meeting()
+    return Meeting()
+
+
+def test_a_rank_that_has_lost_its_connections_gets_time_to_answer(meeting: Meeting) -> None:
     for _ in range(losses._LOOKS_IN_VAIN):  # noqa: SLF001  # however quickly they follow
         assert not meeting.look()
-    (told,) = meeting.look()
-    assert (told.cause, told.ranks) == (Cause.LOST, (0,))
+    (verdict,) = meeting.look()
+    assert (verdict.cause, verdict.ranks) == (Cause.LOST, (0,))
 
 
-def test_who_answers_lives_and_so_does_who_is_there_for_the_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(losses, "SURELY_ANSWERED_SECONDS", 0.0)
-    answers, is_beside = Meeting(), Meeting()
-    answers.answer = WaitSnapshot(1, MAIN, ())
-    is_beside.processes.note(0, Process.own())
-    for meeting in (answers, is_beside):
-        for _ in range(9):
-            assert not meeting.look()
+@pytest.mark.parametrize("answers", [True, False], ids=["answers", "is seen by the kernel"])
+def test_a_rank_that_lives_is_not_lost(meeting: Meeting, *, answers: bool) -> None:
+    if answers:
+        meeting.answer = WaitSnapshot(1, MAIN, ())
+    else:
+        meeting.processes.note(0, Process.own())
+    for _ in range(9):
+        assert not meeting.look()
 
 
 @pytest.mark.parametrize("is_collecting", [True, False])
-def test_nothing_is_collected_while_python_says_where_threads_are(
+def test_nothing_is_collected_while_python_looks_where_threads_are(
     monkeypatch: pytest.MonkeyPatch, *, is_collecting: bool
 ) -> None:
     """Before 3.11.9 a collection then may crash the process; the program's setting is restored."""
