@@ -11,7 +11,7 @@ from tests.unit.whereabouts import MAIN, lane_like, meeting, mesh_like, recv
 
 
 @pytest.mark.parametrize("stopped", [frozenset(), {5}], ids=["all run", "one is stopped"])
-def test_what_a_rank_answered_before_it_was_stopped_is_no_answer(stopped: frozenset[int]) -> None:
+def test_an_answer_of_a_rank_that_is_stopped_does_not_count(stopped: frozenset[int]) -> None:
     mesh = mesh_like(4, 5, others=(1,))
     mesh.board_thread.processes.stopped = lambda: stopped
     entry = CallRecord(header_of(0, operation=Operation.RECV), "recv")
@@ -34,7 +34,7 @@ def test_a_rank_that_was_asked_before_it_met_the_others_does_not_wait_for_itself
     assert verdict.ranks == (1,)
 
 
-def test_of_a_thousand_waits_of_one_kind_one_is_looked_at() -> None:
+def test_only_one_of_a_thousand_waits_of_the_same_kind_is_examined() -> None:
     def entry(number: int, awaits: int = 1) -> CallRecord:
         made = CallRecord(header_of(0, operation=Operation.RECV), "recv")
         made.awaits, made.waits_since = awaits, 1000.0 - number
