@@ -29,23 +29,19 @@ from tests.unit.whereabouts import mesh_that_has_met
 REPORT_AFTER_S = Settings().report_after
 
 
-class Clock:
-    """Replaces ``time.monotonic``; time passes only when a test says so."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        patch.setattr(time, "monotonic", lambda: self.now)
+Jobs = list[Callable[[Board], object]]
 
 
-def test_a_limit_counts_all_waits_of_a_call_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = Clock(monkeypatch)
-    lane, deadline, entry = (
-        new_lane(),
-        Deadline(10.0),
-        CallRecord(header_of(0), "broadcast", "pickle"),
-    )
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock in place of ``time.monotonic``; time passes only when a test sets ``now``."""
+    made = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(time, "monotonic", lambda: made.now)
+    return made
+
+
+def test_a_limit_counts_all_waits_of_a_call_and_nothing_else(clock: SimpleNamespace) -> None:
+    lane, deadline, entry = new_lane(), Deadline(10.0), CallRecord(header_of(0), "broadcast")
     clock.now += 100  # while its object is encoded
     lane.begin(entry, deadline)
     assert entry.waits_until == clock.now + 10
@@ -67,21 +63,16 @@ def test_a_limit_counts_all_waits_of_a_call_and_nothing_else(
     assert entry.waits_until == clock.now + 10
 
 
-def test_each_wait_of_a_call_can_be_seen_to_pass_its_limit() -> None:
+def test_each_wait_of_a_call_can_pass_its_limit() -> None:
     """A call that was late once, and continued, would wait forever in its next step."""
-    lane, deadline, entry = (
-        new_lane(),
-        Deadline(10.0),
-        CallRecord(header_of(0), "all_reduce", "pickle"),
-    )
+    lane, deadline, entry = new_lane(), Deadline(10.0), CallRecord(header_of(0), "all_reduce")
     lane.begin(entry, deadline)
     entry.has_expired = True
     lane.begin(entry, deadline)
     assert not entry.has_expired
 
 
-def test_a_limit_can_be_made_longer_for_the_next_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
+def test_a_limit_can_be_made_longer_for_the_next_wait(clock: SimpleNamespace) -> None:
     for limit_s, longer_s in ((0.02, 2.0), (10.0, 10.0)):
         lane, deadline, entry = new_lane(), Deadline(limit_s), CallRecord(header_of(0), "recv")
         deadline.leave(2.0)
@@ -101,22 +92,24 @@ def test_missing_memory_is_a_ranks_failure_and_an_interrupt_its_end() -> None:
         assert (proposal.cause, proposal.ranks) == (Cause.LEFT, (1,))
 
 
-def test_missing_memory_on_a_device_is_no_peers_end() -> None:
-    link: Any = unittest.mock.Mock(device=torch.device("cpu"))
-    path = DevicePath([link])
-    for error, kind in (
-        (torch.OutOfMemoryError("no room"), torch.OutOfMemoryError),
-        (RuntimeError("NCCL error"), LinkError),
-    ):
+def test_missing_memory_on_a_device_is_not_an_error_of_the_link() -> None:
+    errors = {torch.OutOfMemoryError: torch.OutOfMemoryError("no room"), LinkError: RuntimeError()}
+    for kind, error in errors.items():
+        link: Any = unittest.mock.Mock(device=torch.device("cpu"))
         link.broadcast.side_effect = error
         with pytest.raises(kind) as caught:
-            path.broadcast_flat(torch.ones(1), 1)
+            DevicePath([link]).broadcast_flat(torch.ones(1), 1)
         assert type(caught.value) is kind
 
 
-def board_on(path: Path) -> tuple[Board, dist.Store]:
-    store = dist.PrefixStore("objcomm", dist.FileStore(str(path / "store"), 1))
-    return Board(store, 0, Processes()), store
+@pytest.fixture
+def store(tmp_path: Path) -> dist.Store:
+    return dist.PrefixStore("objcomm", dist.FileStore(str(tmp_path / "store"), 1))
+
+
+@pytest.fixture
+def board(store: dist.Store) -> Board:
+    return Board(store, 0, Processes())
 
 
 @pytest.mark.parametrize(
@@ -124,8 +117,7 @@ def board_on(path: Path) -> tuple[Board, dist.Store]:
     ["of another program", pack_record(Verdict.of(Cause.LOST)).decode("latin-1") + "\x01"],
     ids=["other bytes", "more bytes"],
 )
-def test_a_verdict_that_can_not_be_read_is_one(raw: str, tmp_path: Path) -> None:
-    board, store = board_on(tmp_path)
+def test_an_unreadable_verdict_ends_the_mesh(raw: str, store: dist.Store, board: Board) -> None:
     store.set("verdict/n", raw)
     mine = Verdict.of(Cause.TIMEOUT, ranks=(1,), seconds=1.0)
     found = board.look("n")
@@ -137,9 +129,9 @@ def test_a_verdict_that_can_not_be_read_is_one(raw: str, tmp_path: Path) -> None
     assert board.propose("m", mine) == mine
 
 
-def test_a_circle_that_another_rank_has_found_is_passed_on(tmp_path: Path) -> None:
+def test_a_deadlock_that_another_rank_found_is_passed_on(store: dist.Store, board: Board) -> None:
     """Rank 2 learns of it from a verdict; rank 1, which awaits rank 2, shares no mesh yet."""
-    board, other = (board_on(tmp_path)[0] for _ in range(2))
+    other = Board(store, 0, Processes())
     state = LaneWait("a", "", 0, 1, 1, 1, -1, Step(0, 1, 2, 0, "a.py:1"), 2, 5.0, 1.0, ())
     deadlock = Deadlock("each waits for another", ((1, state, Step(0, 1, 2, 0, "a.py:1")),))
     found = Verdict.of(Cause.DESYNC, reason=deadlock.reason, deadlock=pack_record(deadlock))
@@ -155,20 +147,29 @@ def test_a_circle_that_another_rank_has_found_is_passed_on(tmp_path: Path) -> No
     assert known._replace(known_seconds=0.0, known_since=0.0) == deadlock
     assert known.holds(1, state)
     other.propose("m", found._replace(deadlock=b"\x91\x01"))
-    told = board.look("m")
-    assert told is not None
-    assert not told.is_recoverable
+    damaged = board.look("m")
+    assert damaged is not None
+    assert not damaged.is_recoverable
 
 
-def _mesh_that_has_met(
-    jobs: list[Callable[[Board], object]], members: tuple[int, ...] = (0, 1)
-) -> Mesh:
+@pytest.fixture
+def jobs() -> Jobs:
+    """What a mesh gives its board to do."""
+    return []
+
+
+def run(jobs: Jobs, board: Board) -> None:
+    for job in jobs:
+        job(board)
+
+
+def mesh_of(jobs: Jobs, members: tuple[int, ...] = (0, 1)) -> Mesh:
     return mesh_that_has_met(0, members, SimpleNamespace(submit=jobs.append))
 
 
 def _mesh_over_a_link(rank: int, secret: bytes | None, session: str = "5e") -> Any:
     """Return one of three ranks; its link keeps its farewell and returns those put there."""
-    mesh: Any = _mesh_that_has_met([], (0, 1, 2))
+    mesh: Any = mesh_of([], (0, 1, 2))
     mesh.rank, mesh._secret, mesh._meeting.session = rank, secret, session  # noqa: SLF001  # as after the ranks have met
     said: dict[int, bytes] = {}
     mesh.link = SimpleNamespace(
@@ -194,7 +195,7 @@ def _mesh_over_a_link(rank: int, secret: bytes | None, session: str = "5e") -> A
         (Verdict.of(Cause.DESYNC, ranks=(2,)), ()),
     ],
 )
-def test_a_rank_that_closes_its_connections_blames_those_it_has_lost(
+def test_a_rank_that_closes_its_connections_blames_the_ranks_it_has_lost(
     verdict: Verdict, blamed: tuple[int, ...], secret: bytes | None
 ) -> None:
     mesh, sender = _mesh_over_a_link(0, secret), _mesh_over_a_link(1, secret)
@@ -205,7 +206,7 @@ def test_a_rank_that_closes_its_connections_blames_those_it_has_lost(
     assert mesh.blamed_by(2) == ()
 
 
-def test_nobody_else_can_say_a_ranks_farewell() -> None:
+def test_no_other_rank_can_forge_a_farewell() -> None:
     mesh, sender = _mesh_over_a_link(0, b"s" * 32), _mesh_over_a_link(1, b"s" * 32)
     sender.stop(Verdict.of(Cause.LOST, ranks=(2,)))
     said = sender.link.said[1]
@@ -224,10 +225,9 @@ def test_nobody_else_can_say_a_ranks_farewell() -> None:
     assert mesh.blamed_by(1) == (2,)
 
 
-def test_a_failed_block_ends_the_mesh_by_what_another_rank_has_said_before(tmp_path: Path) -> None:
+def test_a_failed_block_ends_the_mesh_by_an_earlier_verdict_of_another_rank(board: Board) -> None:
     """Otherwise this rank's next call would wait alone for a new meeting."""
-    board, _ = board_on(tmp_path)
-    mesh: Any = _mesh_that_has_met([])
+    mesh: Any = mesh_of([])
     mesh.board_thread.call = lambda job, _: job(board)
     standing = board.propose("n", Verdict.of(Cause.TIMEOUT, ranks=(1,)))
     failed = Verdict.of(Cause.FAILED, block="n/0")
@@ -236,81 +236,70 @@ def test_a_failed_block_ends_the_mesh_by_what_another_rank_has_said_before(tmp_p
     assert board.look("n/0") == failed
 
 
-def test_what_has_ended_already_is_neither_told_nor_acknowledged_again(tmp_path: Path) -> None:
-    board, store = board_on(tmp_path)
-    jobs: list[Callable[[Board], object]] = []
-    mesh = _mesh_that_has_met(jobs)
+def test_an_ended_mesh_is_neither_reported_nor_acknowledged_again(
+    store: dist.Store, board: Board, jobs: Jobs
+) -> None:
+    mesh = mesh_of(jobs)
     silent = Verdict.of(Cause.LOST, ranks=(1,), is_store_silent=True)
     mesh.stop(silent)
     mesh.settle_on(board, Verdict.of(Cause.TIMEOUT, ranks=(1,)))
-    for job in jobs:
-        job(board)
+    run(jobs, board)
     assert mesh.verdict is silent
     assert not store.check(["verdict/n"])
     assert not store.check(["known/n"])
 
 
-def test_what_ended_is_acknowledged_before_anybody_can_make_the_next_mesh() -> None:
+def test_an_end_is_acknowledged_before_the_next_mesh_can_be_made(jobs: Jobs) -> None:
     """The next meeting waits for earlier messages; a later one would stay in the store."""
-    jobs: list[Callable[[Board], object]] = []
-    mesh = _mesh_that_has_met(jobs)
-    words_at_wake: list[int] = []
-    mesh._connected.add_done_callback(lambda _: words_at_wake.append(len(jobs)))  # noqa: SLF001  # as a caller waits
+    mesh = mesh_of(jobs)
+    jobs_at_wake: list[int] = []
+    mesh._connected.add_done_callback(lambda _: jobs_at_wake.append(len(jobs)))  # noqa: SLF001  # as a caller waits
     mesh.stop(Verdict.of(Cause.LEFT, ranks=(0,)))
-    assert words_at_wake == [1]
+    assert jobs_at_wake == [1]
 
 
 @pytest.mark.parametrize("lost", [(), (1,), (0,)])
-def test_who_ends_without_the_store_acknowledges_what_it_finds_there_later(
-    tmp_path: Path, lost: tuple[int, ...]
+def test_a_rank_that_ends_without_the_store_acknowledges_what_it_finds_there_later(
+    store: dist.Store, board: Board, jobs: Jobs, lost: tuple[int, ...]
 ) -> None:
-    board, store = board_on(tmp_path)
-    jobs: list[Callable[[Board], object]] = []
-    _mesh_that_has_met(jobs).stop(Verdict.of(Cause.LEFT, ranks=(0,), is_store_silent=True))
+    mesh_of(jobs).stop(Verdict.of(Cause.LEFT, ranks=(0,), is_store_silent=True))
     board.propose("n", Verdict.of(Cause.LOST if lost else Cause.LEFT, ranks=lost or (1,)))
-    for job in jobs:
-        job(board)
+    run(jobs, board)
     # It is one of two ranks that know, the only one, or the one that the others gave up.
     assert store.check(["verdict/n"]) == (lost != (1,))
     assert store.check(["known/n"]) == (not lost)
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
-def test_who_ends_without_the_store_goes_on_as_the_others_do(
-    tmp_path: Path, *, is_gone: bool
+def test_a_rank_that_ends_without_the_store_continues_as_the_others_do(
+    board: Board, jobs: Jobs, *, is_gone: bool
 ) -> None:
     """If only this rank made new connections, or only it did not, waits for it would never end."""
-    board, _ = board_on(tmp_path)
-    jobs: list[Callable[[Board], object]] = []
-    mesh = _mesh_that_has_met(jobs)
+    mesh = mesh_of(jobs)
     mesh.link = StreamLink(0, {})
     causes = [Cause.REFUSED, Cause.LOST] if is_gone else [Cause.LOST, Cause.REFUSED]
     own, others = (Verdict.of(cause, ranks=(1,)) for cause in causes)
     mesh.stop(own._replace(is_store_silent=True))
     assert mesh.can_be_replaced == is_gone
     assert board.propose("n", others) == others
-    for job in jobs:
-        job(board)
+    run(jobs, board)
     assert mesh.verdict == others._replace(name=own.name)  # the name under which it is raised once
     assert mesh.can_be_replaced != is_gone
 
 
 @pytest.mark.parametrize(
-    ("reason", "is_told"),
+    ("reason", "is_reported"),
     [("it was interrupted", True), (DESTROYED, False)],
     ids=["end", "farewell"],
 )
-def test_who_ends_without_the_store_tells_it_later(
-    tmp_path: Path, reason: str, *, is_told: bool
+def test_a_rank_that_ends_without_the_store_reports_it_later(
+    store: dist.Store, board: Board, jobs: Jobs, reason: str, *, is_reported: bool
 ) -> None:
     """A rank that waits for a meeting has no connection whose end would report it."""
-    board, store = board_on(tmp_path)
-    jobs: list[Callable[[Board], object]] = []
-    mesh = _mesh_that_has_met(jobs, (0, 1, 2))
+    mesh = mesh_of(jobs, (0, 1, 2))
     mesh.stop(Verdict.of(Cause.LEFT, ranks=(0,), reason=reason, is_store_silent=True))
-    for job in jobs:
-        job(board)
+    run(jobs, board)
     assert mesh.verdict is not None
-    told = mesh.verdict._replace(is_store_silent=False)
-    assert board.look("n") == (told if is_told else None)
-    assert store.check(["known/n"]) == is_told  # one of three ranks knows
+    posted = mesh.verdict._replace(is_store_silent=False)
+    assert board.look("n") == (posted if is_reported else None)
+    assert store.check(["known/n"]) == is_reported  # one of three ranks knows
