@@ -1,6 +1,6 @@
 """Messages that arrive whole with their header, and those that may not."""
 
-from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -66,13 +66,13 @@ def test_large_and_small_buffers_of_every_kind_come_with_the_header() -> None:
 
 
 @pytest.mark.parametrize("missing", [1, 40_000, 100_000])
-def test_one_that_was_cut_off_is_refused(missing: int) -> None:
+def test_a_message_that_was_cut_off_is_refused(missing: int) -> None:
     raw = first_bytes(whole(100_000))
     with pytest.raises(WireError, match="cut off"):
         opened(raw[:-missing])
 
 
-def test_one_whose_table_says_more_than_came_is_refused() -> None:
+def test_a_message_whose_table_announces_more_than_arrived_is_refused() -> None:
     sent = whole(100_000, 50_000)
     payload_nbytes = sent.header.payload_nbytes - 1
     sent.header = sent.header._replace(payload_nbytes=payload_nbytes)
@@ -80,14 +80,14 @@ def test_one_whose_table_says_more_than_came_is_refused() -> None:
         opened(first_bytes(sent))
 
 
-def test_what_is_longer_than_the_link_carries_is_not_whole() -> None:
+def test_a_message_too_long_for_the_link_is_not_sent_whole() -> None:
     assert whole(MOST_NBYTES - 1000).is_all_head
     assert not whole(MOST_NBYTES).is_all_head
     assert len(first_bytes(whole(MOST_NBYTES))) < WINDOW_NBYTES
 
 
 @pytest.mark.parametrize("flag", [Flag.STAGED, Flag.PACED, Flag.OFFERED, Flag.ON_DEVICE])
-def test_what_has_another_way_is_not_whole(flag: Flag) -> None:
+def test_a_message_with_another_route_is_not_sent_whole(flag: Flag) -> None:
     assert not whole(100_000, flags=flag).is_all_head
     assert not whole(100_000, kind=BufferKind.DEVICE).is_all_head
 
@@ -95,9 +95,7 @@ def test_what_has_another_way_is_not_whole(flag: Flag) -> None:
 _PATTERNS = ["broadcast", "gather", "all_gather"]
 
 
-def on_wide_links(
-    size: int, pattern: str, shape: str, hosts: Sequence[int] = ()
-) -> list[MemoryLink]:
+def on_wide_links(size: int, pattern: str, shape: str, *hosts: int) -> list[MemoryLink]:
     """Carry out one operation, and return the links that it used."""
     links = linked(size, hosts, kind=WideLink)
     check_pattern(pattern, links, 1, shape)
@@ -109,9 +107,7 @@ def on_wide_links(
     ("size", "pattern"),
     [*[(size, each) for size in (2, 3, 4) for each in _PATTERNS[:2]], (2, "all_gather")],
 )
-def test_few_ranks_send_whole_messages_and_nothing_else(
-    size: int, pattern: str, shape: str
-) -> None:
+def test_few_ranks_send_only_whole_messages(size: int, pattern: str, shape: str) -> None:
     sent = [each for link in on_wide_links(size, pattern, shape) for each in link.sent]
     assert {tag for _, tag in sent} == {head_tag(0)}
     assert len(sent) == (size - 1) * (size if pattern == "all_gather" else 1)
@@ -119,32 +115,27 @@ def test_few_ranks_send_whole_messages_and_nothing_else(
 
 @pytest.mark.parametrize("pattern", _PATTERNS)
 @pytest.mark.parametrize(("size", "hosts"), [(9, ()), (20, ()), (4, (0, 0, 1, 1)), (3, (0, 1, 2))])
-def test_many_ranks_and_many_hosts_get_the_same(
-    size: int, hosts: tuple[int, ...], pattern: str
-) -> None:
-    on_wide_links(size, pattern, "both", hosts)
+def test_many_ranks_and_many_hosts_get_the_same(size: int, hosts: Any, pattern: str) -> None:
+    on_wide_links(size, pattern, "both", *hosts)
 
 
-def test_no_message_goes_to_a_host_twice() -> None:
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 2), (0, 1, 1, 0)])
+def test_no_message_is_sent_to_a_host_twice(hosts: tuple[int, ...]) -> None:
     nbytes = message_of(1, "both").header.nbytes
-    for hosts in ((0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 2), (0, 1, 1, 0)):
-        links = on_wide_links(len(hosts), "broadcast", "both", hosts)
-        crossed = sum(link.crossed_nbytes for link in links)
-        assert crossed < (len(set(hosts)) - 1) * nbytes + 10_000
-        is_whole = {tag for link in links for _, tag in link.sent} == {head_tag(0)}
-        assert is_whole == (nbytes < topology.whole_below(1, hosts))
+    links = on_wide_links(len(hosts), "broadcast", "both", *hosts)
+    crossed = sum(link.crossed_nbytes for link in links)
+    assert crossed < (len(set(hosts)) - 1) * nbytes + 10_000
+    is_whole = {tag for link in links for _, tag in link.sent} == {head_tag(0)}
+    assert is_whole == (nbytes < topology.whole_below(1, hosts))
 
 
-def test_a_gather_in_which_only_heads_are_wanted_moves_only_these() -> None:
+def test_a_gather_that_wants_only_heads_sends_only_these() -> None:
     links = linked(2, kind=WideLink)
-    run(
-        links,
-        lambda each: routes.gather(each, message_of(each.rank, "both"), 0, max_nbytes=1000),
-    )
+    run(links, lambda at: routes.gather(at, message_of(at.rank, "both"), 0, max_nbytes=1000))
     assert [nbytes for link in links for nbytes, _ in link.sent] == [HEADER_NBYTES]
 
 
-def test_one_that_breaks_a_limit_is_refused_by_who_reads_it() -> None:
+def test_a_message_that_exceeds_a_limit_is_refused_by_its_reader() -> None:
     sent = {1: message_of(1, "both")}
     mine = sent_to_rank_0(sent, kind=WideLink, chosen=Settings(max_nbytes=100_000))
     (message,) = mine.recv_heads([1])
@@ -153,22 +144,21 @@ def test_one_that_breaks_a_limit_is_refused_by_who_reads_it() -> None:
         message.check()
 
 
-def test_all_of_it_is_signed() -> None:
+def test_the_whole_message_is_signed() -> None:
     keyed = Settings(secret=secret_of("correct horse battery staple"))
-    wires = Wires(2)
-    sending = exchange_on(WideLink(wires, 1), new_lane(), chosen=keyed)
+    sending, receiving, later = (
+        exchange_on(WideLink(Wires(2), rank), new_lane(), chosen=keyed) for rank in (1, 0, 0)
+    )
     message = message_of(1, "buffers")
     message.make_whole(MOST_NBYTES)
     raw = bytearray(sending.gate.head_of(message, 0))
-    receiving = exchange_on(WideLink(wires, 0), new_lane(), chosen=keyed)
     receiving.open(bytes(raw), 1).check()
     raw[-1] ^= 1
-    later = exchange_on(WideLink(wires, 0), new_lane(), chosen=keyed)
     with pytest.raises(AuthenticationError, match="not what was signed"):
         later.open(bytes(raw), 1).check()
 
 
-def test_what_arrives_has_memory_of_its_own() -> None:
+def test_a_received_message_has_its_own_memory() -> None:
     raw = first_bytes(whole(100_000, 50_000, kind=BufferKind.TENSOR))
     first, second = opened(raw), opened(raw)
     first.buffers[0].flat.zero_()
