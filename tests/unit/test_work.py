@@ -6,9 +6,11 @@ import copy
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from tests.unit.flights import LIMIT_S, PLACE, Begin
 from tests.waits import wait_until
 
 
-def test_in_flight_then_done(begun: Begin) -> None:
+def test_a_work_that_succeeds(begun: Begin) -> None:
     flight = begun("result")
     work = flight.work
     assert not work.done()
@@ -44,9 +46,7 @@ def test_in_flight_then_done(begun: Begin) -> None:
         lambda work: objcomm.to_tensor([work], codec="pickle"),
     ],
 )
-def test_one_that_is_used_as_its_result_says_what_gives_that(
-    use: Callable[[Any], object], begun: Begin
-) -> None:
+def test_a_work_used_as_its_result_says_what_to_call(begun: Begin, use: Any) -> None:
     work = begun([1]).end()
     with pytest.raises(Exception, match=r"Work.*; its wait\(\) gives the result$") as caught:
         use(work)
@@ -54,20 +54,24 @@ def test_one_that_is_used_as_its_result_says_what_gives_that(
     assert not hasattr(work, "keys")
 
 
-def test_in_flight_then_failed(begun: Begin) -> None:
-    error = objcomm.CollectiveError("gather", {})
+@pytest.mark.parametrize(
+    "error",
+    [objcomm.CollectiveError("gather", {}), objcomm.TransportTimeout("gather", (1,), 3.0)],
+    ids=["failed", "its own time limit"],
+)
+def test_a_work_that_fails(begun: Begin, error: objcomm.ObjcommError) -> None:
     work = begun(error).end()
     assert work.done()
     assert work.exception() is error
-    for ask in (work.result, work.wait, work.wait):
-        with pytest.raises(objcomm.CollectiveError) as caught:
+    for ask in (work.result, work.wait, lambda: work.wait(LIMIT_S)):
+        with pytest.raises(type(error)) as caught:
             ask()
         assert caught.value is error
     assert repr(work).endswith("failed>")
 
 
 @pytest.mark.parametrize("limit", [0.05, timedelta(milliseconds=50)])
-def test_a_wait_that_passes_leaves_the_work_in_flight(begun: Begin, limit: Any) -> None:
+def test_a_wait_that_times_out_leaves_the_work_running(begun: Begin, limit: Any) -> None:
     flight = begun("late")
     with pytest.raises(TimeoutError, match=r"gather at .*:7 is still running") as caught:
         flight.work.wait(limit)
@@ -77,27 +81,15 @@ def test_a_wait_that_passes_leaves_the_work_in_flight(begun: Begin, limit: Any) 
     assert flight.work.wait(LIMIT_S) == "late"
 
 
-def test_an_operations_own_time_limit_is_not_taken_for_the_waits(begun: Begin) -> None:
-    error = objcomm.TransportTimeout("gather", (1,), 3.0)
-    work = begun(error).end()
-    with pytest.raises(objcomm.TransportTimeout) as caught:
-        work.wait(LIMIT_S)
-    assert caught.value is error
-
-
-def test_the_watcher_is_told_who_waits_without_end(begun: Begin) -> None:
-    """A thread whose wait has a limit can continue, so it is in no deadlock."""
+def test_the_watchdog_does_not_see_a_thread_whose_wait_has_a_limit(begun: Begin) -> None:
+    """It can continue, so it is in no deadlock."""
     flight = begun()
     seen: set[int] = set()
-    is_over, waiter = threading.Event(), threading.get_ident()
+    is_over = threading.Event()
 
     def look_again_and_again() -> None:
         while not is_over.wait(0.001):
             seen.add(flight.waited.waiter)
-
-    def look_and_end() -> None:
-        wait_until(lambda: flight.waited.waiter == waiter, "who waits")
-        flight.may_end.set()
 
     looker = threading.Thread(target=look_again_and_again)
     looker.start()
@@ -107,32 +99,29 @@ def test_the_watcher_is_told_who_waits_without_end(begun: Begin) -> None:
     is_over.set()
     looker.join()
     assert seen == {0}
-    looker = threading.Thread(target=look_and_end)
-    looker.start()
-    flight.work.wait()
-    looker.join()
-    assert flight.waited.waiter == 0
 
 
-@pytest.mark.parametrize("way", ["as_completed", "wait_all"])
-def test_the_watcher_is_told_of_waits_for_several(begun: Begin, way: str) -> None:
+WAITS: dict[str, Callable[[list[Work[Any]]], list[Any]]] = {
+    "wait": lambda works: [work.wait() for work in works],
+    "wait_all": wait_all,
+    "as_completed": lambda works: sorted(work.result() for work in as_completed(works)),
+}
+
+
+@pytest.mark.parametrize("way", WAITS)
+def test_the_watchdog_sees_a_thread_that_waits_without_a_limit(begun: Begin, way: str) -> None:
     flights = [begun(number) for number in range(2)]
-    seen: list[int] = []
 
-    def look() -> None:
-        seen.append(wait_until(lambda: flights[0].waited.waiter, "the thread that waits"))
+    def look() -> int:
+        seen = wait_until(lambda: flights[0].waited.waiter, "the thread that waits")
         for flight in flights:
             flight.may_end.set()
+        return seen
 
-    looker = threading.Thread(target=look)
-    looker.start()
-    works = [flight.work for flight in flights]
-    if way == "wait_all":
-        assert wait_all(works) == [0, 1]
-    else:
-        assert sorted(work.result() for work in as_completed(works)) == [0, 1]
-    looker.join()
-    assert seen == [threading.get_ident()]
+    with ThreadPoolExecutor(1) as looker:
+        seen = looker.submit(look)
+        assert WAITS[way]([flight.work for flight in flights]) == [0, 1]
+    assert seen.result() == threading.get_ident()
     assert [flight.waited.waiter for flight in flights] == [0, 0]
 
 
@@ -143,36 +132,36 @@ def _failed(on_error: Callable[[], None]) -> Work[Any]:
     return Work[Any]("gather", PLACE, on_error=on_error).carry_out_here(body)
 
 
-def test_that_its_error_was_taken_is_told_once() -> None:
-    told: list[str] = []
-    work = _failed(lambda: told.append("heard"))
-    assert not told
+def test_taking_an_error_is_reported_once() -> None:
+    on_error = Mock()
+    work = _failed(on_error)
+    on_error.assert_not_called()
     for _ in range(2):
         with pytest.raises(LookupError):
             work.wait()
         assert isinstance(work.exception(), LookupError)
-        assert told == ["heard"]
+        on_error.assert_called_once()
 
 
-def test_of_a_result_it_is_not() -> None:
-    told: list[str] = []
-    work: Work[int] = Work("gather", PLACE, on_error=lambda: told.append("heard"))
+def test_taking_a_result_is_not_reported_as_an_error() -> None:
+    on_error = Mock()
+    work: Work[int] = Work("gather", PLACE, on_error=on_error)
     work.carry_out(lambda: 3)
     assert work.wait() == 3
-    assert not told
+    on_error.assert_not_called()
 
 
-def test_a_forked_process_takes_its_parents_error_for_itself_alone() -> None:
-    told: list[str] = []
-    work = _failed(lambda: told.append("heard"))
+def test_an_error_taken_in_a_forked_process_is_reported_in_its_parent_only() -> None:
+    on_error = Mock()
+    work = _failed(on_error)
     if not (child := os.fork()):
         try:
             work.exception()
         finally:
-            os._exit(len(told))
+            os._exit(on_error.call_count)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     work.exception()
-    assert told == ["heard"]
+    on_error.assert_called_once()
 
 
 def test_the_body_runs_with_the_context_of_the_call() -> None:
@@ -187,30 +176,26 @@ def test_the_body_runs_with_the_context_of_the_call() -> None:
 
 
 def test_a_job_that_waits_for_one_behind_it_is_refused() -> None:
-    line = SerialExecutor("test line")
-    told: list[str] = []
-    is_begun = threading.Event()
-    works: list[Work[Any]] = []
+    line, is_begun = SerialExecutor("test line"), threading.Event()
+    works: list[Work[Any]] = [Work("gather", PLACE) for _ in range(2)]
 
-    def impatient() -> None:
+    def impatient() -> str:
         assert is_begun.wait(LIMIT_S)
-        with pytest.raises(UsageError, match="comes after") as caught:
+        with pytest.raises(UsageError, match="comes after"):
             works[1].wait()
-        told.append(str(caught.value))
+        return "first"
 
-    for body in (impatient, lambda: "second"):
-        works.append(Work("gather", PLACE))
-        works[-1].carry_out_on(line, body)
+    for work, body in zip(works, (impatient, lambda: "second"), strict=True):
+        work.carry_out_on(line, body)
     is_begun.set()
-    assert wait_all(works, LIMIT_S) == [None, "second"]
-    assert len(told) == 1
+    assert wait_all(works, LIMIT_S) == ["first", "second"]
 
 
-def test_only_works_can_be_waited_for() -> None:
-    calls: list[Callable[[Any], Any]] = [wait_all, lambda works: list(as_completed(works))]
-    for call in calls:
-        with pytest.raises(objcomm.UsageError, match=r"works= lists objcomm\.Work, not"):
-            call([None])
+@pytest.mark.parametrize("way", ["wait_all", "as_completed"])
+def test_only_works_can_be_waited_for(way: str) -> None:
+    nothing: Any = [None]
+    with pytest.raises(UsageError, match=r"works= lists objcomm\.Work, not"):
+        WAITS[way](nothing)
 
 
 def test_a_limit_of_zero_asks_once() -> None:
@@ -255,9 +240,8 @@ class FakeStreams(threading.local):
 
 
 @pytest.mark.parametrize("is_initialized", [True, False])
-def test_the_rest_goes_on_with_the_callers_device_and_stream(
-    monkeypatch: pytest.MonkeyPatch,
-    is_initialized: bool,  # noqa: FBT001  # pytest passes it by name
+def test_a_work_continues_with_the_callers_device_and_stream(
+    monkeypatch: pytest.MonkeyPatch, *, is_initialized: bool
 ) -> None:
     fake = FakeStreams()
     module = SimpleNamespace(is_initialized=lambda: is_initialized)
@@ -284,9 +268,7 @@ def test_the_rest_goes_on_with_the_callers_device_and_stream(
     assert seen == [before, within, before]
 
 
-def test_an_accelerator_that_cannot_be_asked_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_accelerator_without_a_driver_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(*_: Any) -> Any:
         raise RuntimeError("no driver")
 
