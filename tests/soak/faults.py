@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from operator import attrgetter
 
 import objcomm
 from objcomm import CollectiveError, DecodeError, UsageError
@@ -56,18 +57,6 @@ def _where_one_cannot_decode(turn: Turn, operation: Operation, rank: int) -> Exp
     return Expected(operation.result(turn, rank))
 
 
-def _culprit(turn: Turn) -> int:
-    return turn.culprit
-
-
-def _root(turn: Turn) -> int:
-    return turn.root
-
-
-def _first(_turn: Turn) -> int:
-    return 0
-
-
 def _combining_rank(turn: Turn) -> int:
     """Return the rank that combines the culprit's operand with those of lower ranks."""
     operands = [[(rank, turn.object_of(rank))] for rank in range(turn.size)]
@@ -82,10 +71,10 @@ def _combining_rank(turn: Turn) -> int:
 
 #: The rank that the error blames, and its text. Two more faults raise no CollectiveError.
 FAULTS: dict[str, tuple[Callable[[Turn], int], str]] = {
-    "unencodable": (_culprit, "lock"),
-    "wrong length": (_root, "one object for each"),
+    "unencodable": (attrgetter("culprit"), "lock"),
+    "wrong length": (attrgetter("root"), "one object for each"),
     "raising operator": (_combining_rank, MARK),
-    "raising fn1": (_culprit, MARK),
-    "raising fn2": (_first, MARK),
-    "no scalar": (_culprit, "is not a scalar"),
+    "raising fn1": (attrgetter("culprit"), MARK),
+    "raising fn2": (lambda _turn: 0, MARK),
+    "no scalar": (attrgetter("culprit"), "is not a scalar"),
 }

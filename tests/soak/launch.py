@@ -1,5 +1,6 @@
 """Start the ranks of a soak from one process, and judge the figures that they recorded."""
 
+import contextlib
 import json
 import tempfile
 import threading
@@ -74,26 +75,26 @@ def figures_in(folder: Path) -> Iterator[list[Figures]]:
         yield [Figures(**json.loads(line)) for line in whole.splitlines()]
 
 
-class _watching:  # noqa: N801  # used as a function, like contextlib's
+@contextlib.contextmanager
+def _watching(folder: str, watch: Callable[[list[list[Figures]]], None]) -> Iterator[None]:
     """Let a thread watch the figures as they are written."""
+    over = threading.Event()
 
-    def __init__(self, folder: str, watch: Callable[[list[list[Figures]]], None]) -> None:
-        self._folder = Path(folder)
-        self._watch = watch
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+    def look() -> None:
+        watch(list(figures_in(Path(folder))))
 
-    def _look(self) -> None:
-        while not self._over.wait(1.0):
-            self._watch(list(figures_in(self._folder)))
+    def look_until_over() -> None:
+        while not over.wait(1.0):
+            look()
 
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-        self._watch(list(figures_in(self._folder)))
+    thread = threading.Thread(target=look_until_over, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        look()
 
 
 def complaints(name: str, figures: list[list[Figures]], warm_up: int) -> list[str]:

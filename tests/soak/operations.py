@@ -21,6 +21,10 @@ class Pattern(Enum):
     THROUGH_FIRST = 5  # all send to the group's first rank, and it returns the result to all
 
 
+#: What a rank must get from a turn without a fault.
+Result = Callable[[Turn, int], Any]
+
+
 @dataclass(frozen=True)
 class Operation:
     """One row of the table.
@@ -34,7 +38,7 @@ class Operation:
     """
 
     call: Callable[[Turn, Party], Any]
-    result: Callable[[Turn, int], Any]
+    result: Result
     pattern: Pattern
     faults: tuple[str, ...] = ()
     can_confirm: bool = True
@@ -66,8 +70,8 @@ def _of_all(turn: Turn, _rank: int) -> Any:
     return [turn.object_of(rank) for rank in range(turn.size)]
 
 
-def _of_all_at_root(turn: Turn, rank: int) -> Any:
-    return _of_all(turn, rank) if rank == turn.root else None
+def _at_root(result: Result) -> Result:
+    return lambda turn, rank: result(turn, rank) if rank == turn.root else None
 
 
 def chunk_of(turn: Turn, rank: int) -> Any:
@@ -99,49 +103,22 @@ def _operand(turn: Turn, rank: int) -> Any:
     return [(rank, turn.object_of(rank))]
 
 
-def _reduce(turn: Turn, party: Party) -> Any:
-    operand = _operand(turn, party.rank)
-    options = _options(turn, party)
-    got = objcomm.reduce(operand, _joiner(turn), group_dst=turn.named_root, **options)
-    assert len(operand) == 1
-    return got
+def _joining(name: str) -> Callable[[Turn, Party], Any]:
+    """Return the call of an operation that joins one operand of each rank."""
 
+    def call(turn: Turn, party: Party) -> Any:
+        operand, options = _operand(turn, party.rank), _options(turn, party)
+        if name == "reduce":
+            options["group_dst"] = turn.named_root
+        got = getattr(objcomm, name)(operand, _joiner(turn), **options)
+        assert len(operand) == 1
+        return got
 
-def _all_reduce(turn: Turn, party: Party) -> Any:
-    operand = _operand(turn, party.rank)
-    got = objcomm.all_reduce(operand, _joiner(turn), **_options(turn, party))
-    assert len(operand) == 1
-    return got
+    return call
 
 
 def _joined(turn: Turn, _rank: int) -> Any:
     return [pair for rank in range(turn.size) for pair in _operand(turn, rank)]
-
-
-def _joined_at_root(turn: Turn, rank: int) -> Any:
-    return _joined(turn, rank) if rank == turn.root else None
-
-
-def _scan(turn: Turn, party: Party) -> Any:
-    operand = _operand(turn, party.rank)
-    got = objcomm.scan(operand, _joiner(turn), **_options(turn, party))
-    assert len(operand) == 1
-    return got
-
-
-def _joined_up_to(turn: Turn, rank: int) -> Any:
-    return _joined(turn, rank)[: rank + 1]
-
-
-def _exscan(turn: Turn, party: Party) -> Any:
-    operand = _operand(turn, party.rank)
-    got = objcomm.exscan(operand, _joiner(turn), **_options(turn, party))
-    assert len(operand) == 1
-    return got
-
-
-def _joined_before(turn: Turn, rank: int) -> Any:
-    return _joined(turn, rank)[:rank] or None
 
 
 def _all_to_all(turn: Turn, party: Party) -> Any:
@@ -198,10 +175,6 @@ def _scalars(turn: Turn, _rank: int) -> Any:
     return [turn.scalar_of(rank) for rank in range(turn.size)]
 
 
-def _scalars_at_root(turn: Turn, rank: int) -> Any:
-    return _scalars(turn, rank) if rank == turn.root else None
-
-
 def _reduce_and_broadcast(turn: Turn, party: Party) -> Any:
     def contribute() -> Any:
         if turn.fault == "raising fn1" and party.rank == turn.culprit:
@@ -221,14 +194,6 @@ def _counted(turn: Turn, rank: int) -> Any:
     return {"all": _of_all(turn, rank), "count": turn.size}
 
 
-def _barrier(turn: Turn, party: Party) -> None:
-    objcomm.barrier(f"barrier {turn.seed}", group=party.group)
-
-
-def _nothing(_turn: Turn, _rank: int) -> Any:
-    return None
-
-
 def _sendrecv(turn: Turn, party: Party) -> Any:
     rank, size = party.rank, turn.size
     return objcomm.sendrecv(
@@ -241,7 +206,7 @@ def _sendrecv(turn: Turn, party: Party) -> Any:
     )
 
 
-def _of_neighbour(turn: Turn, rank: int) -> Any:
+def _of_neighbor(turn: Turn, rank: int) -> Any:
     return turn.object_of((rank - 1) % turn.size)
 
 
@@ -267,12 +232,7 @@ def _recv_all_that_are_held(count: int, tag: int, group: Any) -> list[Any]:
     return [message.recv() for message in reversed(held)]
 
 
-_RECEIVING = [
-    _recv_all,
-    _recv_all_that_are_probed,
-    _recv_all_in_flight,
-    _recv_all_that_are_held,
-]
+_RECEIVING = [_recv_all, _recv_all_that_are_probed, _recv_all_in_flight, _recv_all_that_are_held]
 
 
 def _send_to_root(turn: Turn, party: Party) -> Any:
@@ -336,18 +296,32 @@ _CALLBACKS = (*_OBJECTS, "raising fn1", "raising fn2")
 #: Every operation by name; the plan draws from it. To add an operation, add a line here.
 OPERATIONS = {
     "broadcast": Operation(_broadcast, _of_root, Pattern.ONE_TO_ALL, _ROOTED),
-    "gather": Operation(_gather, _of_all_at_root, Pattern.ALL_TO_ONE, _ROOTED),
+    "gather": Operation(_gather, _at_root(_of_all), Pattern.ALL_TO_ONE, _ROOTED),
     "all_gather": Operation(_all_gather, _of_all, Pattern.ALL_TO_ALL, _OBJECTS),
     "scatter": Operation(_scatter, chunk_of, Pattern.ONE_TO_EACH, (*_ROOTED, "wrong length")),
-    "reduce": Operation(_reduce, _joined_at_root, Pattern.ALL_TO_ONE, _OPERATORS),
-    "all_reduce": Operation(_all_reduce, _joined, Pattern.THROUGH_FIRST, _OPERATORS),
+    "reduce": Operation(
+        _joining("reduce"), _at_root(_joined), Pattern.ALL_TO_ONE, _OPERATORS
+    ),
+    "all_reduce": Operation(
+        _joining("all_reduce"), _joined, Pattern.THROUGH_FIRST, _OPERATORS
+    ),
     "all_to_all": Operation(_all_to_all, _of_all_for, Pattern.ALL_TO_ALL, _OBJECTS),
     "reduce_scatter": Operation(_reduce_scatter, _joined_for, Pattern.ALL_TO_ALL, _SCANNED),
-    "scan": Operation(_scan, _joined_up_to, Pattern.ALL_TO_ALL, _SCANNED),
-    "exscan": Operation(_exscan, _joined_before, Pattern.ALL_TO_ALL, _SCANNED),
+    "scan": Operation(
+        _joining("scan"),
+        lambda turn, rank: _joined(turn, rank)[: rank + 1],
+        Pattern.ALL_TO_ALL,
+        _SCANNED,
+    ),
+    "exscan": Operation(
+        _joining("exscan"),
+        lambda turn, rank: _joined(turn, rank)[:rank] or None,
+        Pattern.ALL_TO_ALL,
+        _SCANNED,
+    ),
     "all_reduce of a named operator": Operation(_all_reduce_named, _reduced, Pattern.THROUGH_FIRST),
     "gather_scalar": Operation(
-        _gather_scalar, _scalars_at_root, Pattern.ALL_TO_ONE, _SCALAR, can_confirm=False
+        _gather_scalar, _at_root(_scalars), Pattern.ALL_TO_ONE, _SCALAR, can_confirm=False
     ),
     "all_gather_scalar": Operation(
         _all_gather_scalar, _scalars, Pattern.ALL_TO_ALL, _SCALAR[:1], can_confirm=False
@@ -355,11 +329,16 @@ OPERATIONS = {
     "reduce_and_broadcast": Operation(
         _reduce_and_broadcast, _counted, Pattern.THROUGH_FIRST, _CALLBACKS, can_confirm=False
     ),
-    "sendrecv": Operation(_sendrecv, _of_neighbour, Pattern.ALL_TO_ALL, can_confirm=False),
+    "sendrecv": Operation(_sendrecv, _of_neighbor, Pattern.ALL_TO_ALL, can_confirm=False),
     "send to the root": Operation(
-        _send_to_root, _of_all_at_root, Pattern.ALL_TO_ONE, can_confirm=False
+        _send_to_root, _at_root(_of_all), Pattern.ALL_TO_ONE, can_confirm=False
     ),
     "split": Operation(_split, _of_color, Pattern.ALL_TO_ALL, can_confirm=False),
     "all_gather in flight": Operation(_all_gather_in_flight, _of_all, Pattern.ALL_TO_ALL),
-    "barrier": Operation(_barrier, _nothing, Pattern.ALL_TO_ALL, can_confirm=False),
+    "barrier": Operation(
+        lambda turn, party: objcomm.barrier(f"barrier {turn.seed}", group=party.group),
+        lambda _turn, _rank: None,
+        Pattern.ALL_TO_ALL,
+        can_confirm=False,
+    ),
 }

@@ -68,32 +68,12 @@ def _many(chance: random.Random, nbytes: int) -> Any:
     return [_longs(chance, nbytes // 20) for _ in range(20)]
 
 
-def _nothing(_chance: random.Random, _nbytes: int) -> Any:
-    return None
-
-
-def _bytes(chance: random.Random, nbytes: int) -> Any:
-    return chance.randbytes(nbytes)
-
-
-def _bytearray(chance: random.Random, nbytes: int) -> Any:
-    return bytearray(chance.randbytes(nbytes))
-
-
-def _text(chance: random.Random, nbytes: int) -> Any:
-    return chance.choice("aé𝄞") * (nbytes // 4)
-
-
-def _array(chance: random.Random, nbytes: int) -> Any:
-    return np.frombuffer(chance.randbytes(nbytes), np.uint8).copy()
-
-
 _KINDS: tuple[Callable[[random.Random, int], Any], ...] = (
-    _nothing,
-    _bytes,
-    _bytearray,
-    _text,
-    _array,
+    lambda _chance, _nbytes: None,
+    lambda chance, nbytes: chance.randbytes(nbytes),
+    lambda chance, nbytes: bytearray(chance.randbytes(nbytes)),
+    lambda chance, nbytes: chance.choice("aé𝄞") * (nbytes // 4),
+    lambda chance, nbytes: np.frombuffer(chance.randbytes(nbytes), np.uint8).copy(),
     _longs,
     _columns,
     _nested,

@@ -135,7 +135,9 @@ class Soak:
 
         thread = in_thread(on_the_side)
         for turn in work.main:
-            self._take_main(turn, work.standing)
+            is_transient = turn.group.number < 0
+            self._stand([*work.standing, turn.group] if is_transient else work.standing)
+            self._take([turn])
         self._stand(work.standing)
         thread.join()
 
@@ -148,11 +150,6 @@ class Soak:
             if subgroup not in self._standing:
                 self._groups.make(subgroup)
         self._standing = tuple(wanted)
-
-    def _take_main(self, turn: Turn, standing: Sequence[Subgroup]) -> None:
-        is_transient = turn.group.number < 0
-        self._stand([*standing, turn.group] if is_transient else standing)
-        self._take([turn])
 
     def _take(self, turns: Sequence[Turn]) -> None:
         me = dist.get_rank()
@@ -169,17 +166,14 @@ class Soak:
         self._stand(())
         gc.collect()
         objcomm.barrier("before a checkpoint")
-        resident_nbytes, blocks, threads, descriptors = measure.held(self._descriptors)
-        self._descriptors = descriptors
+        held = measure.held(self._descriptors)
+        self._descriptors = held[-1]
         figures = measure.Figures(
             round(time.monotonic() - self._began, 1),
             self._turns,
             self._errors,
             self._groups.made_count,
-            resident_nbytes,
-            blocks,
-            threads,
-            descriptors,
+            *held,
             measure.keys_in(self._store, objcomm.world_size()) - self._groups.left_by_torch,
         )
         write(self._record, figures)
