@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from objcomm.run import _interpreter_options
-from tests.doctor.job import LIMIT_S, ROOT, Agent, Said, clean_environment
+from tests.doctor.job import LIMIT_S, ROOT, Agent, Said, by_command, clean_environment
 from tests.under_run import RUN, own, python, told, torchrun
 
 _REPLACED = (
@@ -39,27 +39,35 @@ sys.stdout.write(json.dumps({
 """
 
 
+def _program(folder: Path, source: str) -> str:
+    """Write a program and return its path."""
+    path = folder / "train.py"
+    path.write_text(source)
+    return str(path)
+
+
+def _objcomm(form: str, folder: Path) -> tuple[str, ...]:
+    """Return the words of a command line that mean objcomm's own commands."""
+    console = folder / "objcomm"
+    console.write_text("from objcomm.__main__ import main\nmain()\n")  # as pip writes it
+    return (str(console),) if form == "objcomm" else ("-m", "objcomm")
+
+
 @pytest.mark.parametrize("options", [(), ("-uWerror", "-X", "utf8", "-B")])
 @pytest.mark.parametrize("form", ["script", "module"])
-def test_a_program_finds_all_as_it_would_be(
+def test_a_program_finds_everything_as_without_objcomm(
     form: str, options: tuple[str, ...], tmp_path: Path
 ) -> None:
-    (tmp_path / "train.py").write_text(_SURROUNDINGS)
-    name = (str(tmp_path / "train.py"),) if form == "script" else ("-m", "train")
+    path = _program(tmp_path, _SURROUNDINGS)
+    name = (path,) if form == "script" else ("-m", "train")
     program = (*name, "--report", "-m", "two words", "--", "")
+    places = os.pathsep.join([str(ROOT), str(tmp_path)])
 
     def surroundings(*words: str) -> object:
-        done = subprocess.run(
-            [sys.executable, *options, *words, *program],
-            env=clean_environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])},
-            input="what is piped",
-            capture_output=True,
-            text=True,
-            timeout=900,  # only a hang takes this long
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        return json.loads(done.stdout)
+        command = [sys.executable, *options, *words, *program]
+        done = by_command(command, stdin="what is piped", PYTHONPATH=places)
+        assert (done.status, done.err) == (0, "")
+        return json.loads(done.out)
 
     assert surroundings(*RUN) == surroundings()
 
@@ -74,20 +82,17 @@ def test_a_program_finds_all_as_it_would_be(
         (["-W", "error", "-m", "objcomm.run"], ["-W", "error"]),
     ],
 )
-def test_pythons_own_options_are_handed_on(before: list[str], options: list[str]) -> None:
+def test_the_options_of_python_itself_are_passed_on(before: list[str], options: list[str]) -> None:
     assert _interpreter_options(before) == options
 
 
-@pytest.mark.parametrize("form", ["module", "console command"])
+@pytest.mark.parametrize("form", ["python -m objcomm", "objcomm"])
 def test_run_is_a_command_of_the_package_too(form: str, tmp_path: Path) -> None:
-    program, console = tmp_path / "train.py", tmp_path / "objcomm"
-    program.write_text(_SURROUNDINGS)
-    console.write_text("from objcomm.__main__ import main\nmain()\n")  # as pip writes it
-    words = ("-m", "objcomm") if form == "module" else (str(console),)
-    run = python("-O", *words, "run", str(program), "--report", "-h")
+    program = _program(tmp_path, _SURROUNDINGS)
+    run = python("-O", *_objcomm(form, tmp_path), "run", program, "--report", "-h")
     assert run.status == 0
     found = json.loads(run.out)
-    assert found["argv"] == [str(program), "--report", "-h"]
+    assert found["argv"] == [program, "--report", "-h"]
     assert "optimize=1" in found["options"][0]
 
 
@@ -100,7 +105,7 @@ gathered = [None]
 all_gather_object(gathered, os.environ.get("OBJCOMM_RUN", "") != "")
 destroy_process_group()
 if os.fork() == 0:
-    sys.exit()  # it tells nothing, and runs what is registered for the end
+    sys.exit()  # it reports nothing, and runs what is registered for the end
 os.wait()
 
 
@@ -108,7 +113,7 @@ def end(way):
     if way == "exit":
         sys.exit(3)
     if way == "interrupt":
-        # Who was started in a shell's background ignores it, as its children do.
+        # A job in a shell's background ignores it, and so do its children.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.kill(os.getpid(), signal.SIGINT)
         signal.pause()
@@ -132,14 +137,13 @@ end(sys.argv[1])
         pytest.param("return", 0, marks=pytest.mark.long),
     ],
 )
-def test_a_program_ends_as_it_would_and_its_figures_are_told(
+def test_a_program_ends_as_without_objcomm_and_its_figures_are_reported(
     way: str, status: int, tmp_path: Path
 ) -> None:
     """It runs without a launcher, and destroys its process group."""
-    program = tmp_path / "train.py"
-    program.write_text(_ENDINGS)
-    plain = python(str(program), way)
-    run = python(*RUN, "--report", str(program), way)
+    program = _program(tmp_path, _ENDINGS)
+    plain = python(program, way)
+    run = python(*RUN, "--report", program, way)
     assert (run.status, run.out, own(run)) == (plain.status, plain.out, plain.err)
     assert run.status == status
     replaced, head, *lines = told(run)
@@ -152,7 +156,7 @@ def test_a_program_ends_as_it_would_and_its_figures_are_told(
     assert re.fullmatch(rf"  function {headings}", lines[0])
     assert re.fullmatch(rf"  all_gather_object {cost}", lines[1])
     assert re.fullmatch(rf"  slowest lines {headings}", lines[2])
-    assert re.fullmatch(rf"  {re.escape(str(program))}:7  all_gather_object {cost}", lines[3])
+    assert re.fullmatch(rf"  {re.escape(program)}:7  all_gather_object {cost}", lines[3])
     assert len(lines) == 4
 
 
@@ -194,19 +198,15 @@ sys.stdout.write(f"rank {rank} is done\\n")
 
 
 def test_ranks_of_torchrun_make_their_calls_through_objcomm(tmp_path: Path) -> None:
-    program = tmp_path / "train.py"
-    program.write_text(_RANKS)
-    run = torchrun(3, *RUN, "--report", str(program), str(tmp_path / "checkpoint"))
+    program = _program(tmp_path, _RANKS)
+    run = torchrun(3, *RUN, "--report", program, str(tmp_path / "checkpoint"))
     assert run.status == 0, run.err
     assert sorted(run.out.splitlines()) == [f"rank {rank} is done" for rank in range(3)]
     replaced, head, *lines = told(run)
     assert replaced.endswith(_REPLACED)
     assert "object collectives on 3 ranks" in head
     at = next(number for number, line in enumerate(lines) if line.startswith("  slowest lines "))
-    functions, slowest = (
-        [row for line in part if (row := _row(line))] for part in (lines[1:at], lines[at + 1 :])
-    )
-    assert 1 + len(functions) + 1 + len(slowest) == len(lines)
+    functions, slowest = [_row(each) for each in lines[1:at]], [*map(_row, lines[at + 1 :])]
     # One call of each, on all ranks, is from the checkpoint, which gathers twice.
     assert {name: (ranks, calls) for name, ranks, calls, *_ in functions} == {
         "all_gather_object": ("3", "4"),
@@ -226,13 +226,14 @@ def test_ranks_of_torchrun_make_their_calls_through_objcomm(tmp_path: Path) -> N
     assert found == [("3", "2")]
 
 
-def _row(line: str) -> tuple[str, ...] | None:
+def _row(line: str) -> tuple[str, ...]:
     """Parse a row of the report: name, ranks, calls, and the three times in seconds."""
     time = r"  +([\d.]+) s(?: \(rank \d+\))?"
     row = re.fullmatch(
         rf"  (\S+(?:  \S+)?)  +(\d+)  +([\d-]+)  +[\d.]+ K?B{time}{time}{time}", line
     )
-    return row and row.groups()
+    assert row, line
+    return row.groups()
 
 
 _UNEVEN = """
@@ -262,13 +263,13 @@ finally:
 """
 
 
-def _job(program: Path, size: int, ending: str) -> list[Said]:
+def _job(program: str, size: int, ending: str) -> list[Said]:
     """Return how the ranks of a program end without a launcher that ends them when one fails."""
     agent = Agent()
     with contextlib.ExitStack() as stack:
         ranks = [
             subprocess.Popen(
-                [sys.executable, *RUN, "--report", str(program), ending],
+                [sys.executable, *RUN, "--report", program, ending],
                 env=clean_environment() | agent.place(rank, size),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -300,10 +301,8 @@ def _job(program: Path, size: int, ending: str) -> list[Said]:
         ("is stopped", 2),
     ],
 )
-def test_rank_0_alone_tells_of_all_ranks(ending: str, size: int, tmp_path: Path) -> None:
-    program = tmp_path / "train.py"
-    program.write_text(_UNEVEN)
-    first, *others = _job(program, size, ending)
+def test_only_rank_0_reports_and_for_all_ranks(ending: str, size: int, tmp_path: Path) -> None:
+    first, *others = _job(_program(tmp_path, _UNEVEN), size, ending)
     assert [told(each) for each in others] == [[]] * (size - 1)
     replaced, head, *lines = told(first)
     assert replaced.endswith(_REPLACED)
@@ -314,13 +313,8 @@ def test_rank_0_alone_tells_of_all_ranks(ending: str, size: int, tmp_path: Path)
         return
     ranks = size - (ending in {"dies", "is stopped"})
     assert f"on {ranks} rank{'s' if ranks > 1 else ''}, in" in head
-    row = _row(lines[1])
-    assert row is not None
-    assert row[:3] == (
-        "all_gather_object",
-        str(ranks),
-        {"dies": "3", "raises": "2-3"}.get(ending, "2"),
-    )
+    calls = {"dies": "3", "raises": "2-3"}.get(ending, "2")
+    assert _row(lines[1])[:3] == ("all_gather_object", str(ranks), calls)
     missing = [line for line in lines if line.startswith("without ")]
     assert missing == {
         "dies": [f"without rank {size - 1}: ended before it could report"],
@@ -328,10 +322,10 @@ def test_rank_0_alone_tells_of_all_ranks(ending: str, size: int, tmp_path: Path)
     }.get(ending, [])
 
 
-def test_the_page_shows_what_is_told(tmp_path: Path) -> None:
+def test_the_page_shows_the_report(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "migrating" / "unchanged.md").read_text()
     (program,) = re.findall(r"^```python .*?\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    (tmp_path / "train.py").write_text(program)
+    _program(tmp_path, program)
     (shown,) = re.findall(
         r"^\$ (?:torchrun .* train.py)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE
     )
@@ -353,7 +347,7 @@ def test_the_readme_shows_the_error_of_its_program(tmp_path: Path) -> None:
         re.DOTALL | re.MULTILINE,
     )
     assert command == "torchrun --nproc-per-node=2 -m objcomm.run train.py"
-    (tmp_path / "train.py").write_text(program)
+    _program(tmp_path, program)
     with contextlib.chdir(tmp_path):
         run = torchrun(2, *RUN, "train.py")
     errors = re.findall(r"^\[rank[01]\]: (objcomm\.DesyncError: .*)", own(run), re.MULTILINE)
@@ -400,16 +394,15 @@ if __name__ == "__main__":
 
 def test_processes_that_a_program_spawns_are_reached(tmp_path: Path) -> None:
     """Both ranks' calls go through objcomm: one in objcomm would wait for one in torch."""
-    program = tmp_path / "train.py"
-    program.write_text(_SPAWNING)
-    run = python(*RUN, "--report", str(program), str(tmp_path / "store"))
+    program = _program(tmp_path, _SPAWNING)
+    run = python(*RUN, "--report", program, str(tmp_path / "store"))
     assert run.status == 0, run.err
     *ranks, squares = run.out.splitlines()
     assert sorted(ranks) == ["rank 0: 1", "rank 1: 1"]
     assert squares == "[0, 1, 4, 9]"
     replaced, head, *lines, last = told(run)
     assert "object collectives on 2 ranks" in head
-    assert _row(lines[1])[:3] == ("all_gather_object", "2", "1")  # type: ignore[index]  # it is a row
+    assert _row(lines[1])[:3] == ("all_gather_object", "2", "1")
     # Then the program itself, which made no call; nothing from the loader's worker.
     assert re.match(r"no call of torch's object collectives in [\d.]+ s \(process ", last)
     assert len(lines) == 4
@@ -418,15 +411,19 @@ def test_processes_that_a_program_spawns_are_reached(tmp_path: Path) -> None:
 
 @pytest.mark.long  # five processes import torch
 def test_one_command_before_a_launcher_reaches_its_ranks(tmp_path: Path) -> None:
-    program = tmp_path / "train.py"
-    program.write_text(
-        "import objcomm\nobjcomm.init('gloo')\n"
-        "import torch.distributed as dist\nbox = [None, None]\n"
-        "dist.all_gather_object(box, 1)\n"
-        "assert objcomm.stats()['all_gather_object'].calls == 1\nobjcomm.shutdown()\n"
+    program = _program(
+        tmp_path,
+        """
+import objcomm
+objcomm.init("gloo")
+import torch.distributed as dist
+dist.all_gather_object([None, None], 1)
+assert objcomm.stats()["all_gather_object"].calls == 1
+objcomm.shutdown()
+""",
     )
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    run = python(*RUN, *launcher, str(program))
+    run = python(*RUN, *launcher, program)
     assert run.status == 0, run.err
     assert len(told(run)) == 1
 
@@ -458,7 +455,7 @@ def test_a_python_of_another_environment_is_left_alone(prefix: str, count: int) 
         (("-E", *RUN, "train.py"), "Python's options -E, -I and -S keep it from"),
     ],
 )
-def test_a_wrong_command_line_is_told(words: tuple[str, ...], message: str) -> None:
+def test_a_wrong_command_line_is_explained(words: tuple[str, ...], message: str) -> None:
     run = python(*words)
     assert run.status == 2
     assert message in run.err
@@ -466,9 +463,7 @@ def test_a_wrong_command_line_is_told(words: tuple[str, ...], message: str) -> N
 
 @pytest.mark.parametrize("form", ["python -m objcomm", "objcomm"])
 def test_help_names_the_words_that_were_typed(form: str, tmp_path: Path) -> None:
-    console = tmp_path / "objcomm"
-    console.write_text("from objcomm.__main__ import main\nmain()\n")  # as pip writes it
-    words = (str(console),) if form == "objcomm" else ("-m", "objcomm")
+    words = _objcomm(form, tmp_path)
     whole = python(*words, "--help").out
     assert whole.startswith(f"usage: {form} ")
     for command in ("run", "doctor", "inspect"):

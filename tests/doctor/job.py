@@ -44,11 +44,15 @@ def clean_environment() -> dict[str, str]:
     return environment_of_no_job() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def by_command(command: Sequence[str], **variables: str) -> Said:
-    """Run a command line with this interpreter until it ends."""
+def by_command(
+    command: Sequence[str], *, cwd: Path | None = None, stdin: str | None = None, **variables: str
+) -> Said:
+    """Run a command line until it ends, in this process's environment without a launcher's."""
     done = subprocess.run(
         command,
         env=clean_environment() | variables,
+        cwd=cwd,
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
