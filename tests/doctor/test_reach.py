@@ -4,11 +4,12 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
 
-from objcomm._bootstrap.doctor.facts import Peer
+from objcomm._bootstrap.doctor.facts import Contact, Peer
 from objcomm._bootstrap.doctor.links import answering, contact, contacts
 from objcomm._bootstrap.doctor.meeting import reach
 from objcomm._transport.threads import done_within
@@ -17,8 +18,6 @@ from tests.hosts import free_port
 HERE = "127.0.0.1"
 #: Long ago: only the time allowed for a host is left.
 NEVER = 0.0
-
-
 TOKEN = "0123456789abcdef" * 2
 
 
@@ -26,7 +25,32 @@ def peer(port: int) -> Peer:
     return Peer(3, "machine", HERE, port, TOKEN)
 
 
-def test_a_call_gives_what_it_returns_or_raises() -> None:
+def problem_at(port: int, seconds: float = 60.0) -> str:
+    return contact(peer(port), seconds, NEVER).problem
+
+
+@contextlib.contextmanager
+def answered(answer: Callable[[socket.socket], object]) -> Iterator[int]:
+    """Yield a port at which a thread answers each connection in turn."""
+    with socket.create_server((HERE, 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):  # the client has left, or nobody connects any more
+                while True:
+                    visitor, _ = server.accept()
+                    with visitor:
+                        answer(visitor)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            serving.join()
+
+
+def test_a_call_in_time_returns_or_raises() -> None:
     assert done_within(60.0, lambda: 42) == 42
     with pytest.raises(ValueError, match="forty"):
         done_within(60.0, lambda: int("forty"))
@@ -39,11 +63,12 @@ def test_a_call_that_takes_too_long_is_left_behind() -> None:
     end.set()
 
 
-def test_a_listener_is_reached() -> None:
+def test_a_listener_is_reached_until_it_is_closed_and_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
     with answering(HERE, TOKEN) as port:
-        found = contact(peer(port), 60.0, NEVER)
-    assert found.peer == 3
-    assert not found.problem
+        assert contact(peer(port), 60.0, NEVER) == Contact(3)
+    assert set(threading.enumerate()) <= before
+    assert problem_at(port) == "connection refused"
 
 
 def test_a_listener_has_one_of_the_ports_that_the_user_names() -> None:
@@ -51,7 +76,7 @@ def test_a_listener_has_one_of_the_ports_that_the_user_names() -> None:
     ports = range(first, first + 2)
     with answering(HERE, TOKEN, ports) as one, answering(HERE, TOKEN, ports) as other:
         assert {one, other} == set(ports)
-        assert not contact(peer(other), 60.0, NEVER).problem
+        assert not problem_at(other)
         with (
             pytest.raises(OSError, match=f"none of the ports {first}-{first + 1} is free"),
             answering(HERE, TOKEN, ports),
@@ -66,85 +91,53 @@ def test_many_are_reached_at_once_and_in_order() -> None:
     assert contacts([], 60.0, 60.0) == ()
 
 
-def test_another_token_is_another_program() -> None:
+def test_another_token_or_protocol_is_another_program() -> None:
     with answering(HERE, "f" * 32) as port:
-        assert contact(peer(port), 60.0, NEVER).problem == "another program answered"
+        assert problem_at(port) == "another program answered"
 
+    def greet(visitor: socket.socket) -> None:
+        visitor.recv(1)
+        visitor.sendall(b"220 mail.example ESMTP\r\n")
 
-def test_another_protocol_is_another_program() -> None:
-    with socket.create_server((HERE, 0)) as server:
-
-        def answer() -> None:
-            visitor, _ = server.accept()
-            with visitor:
-                visitor.recv(1)
-                visitor.sendall(b"220 mail.example ESMTP\r\n")
-
-        answering = threading.Thread(target=answer)
-        answering.start()
-        found = contact(peer(server.getsockname()[1]), 60.0, NEVER)
-        answering.join()
-    assert found.problem == "another program answered"
+    with answered(greet) as port:
+        assert problem_at(port) == "another program answered"
 
 
 def test_a_closed_port_refuses_and_a_silent_one_does_not_answer() -> None:
-    assert contact(peer(free_port()), 60.0, NEVER).problem == "connection refused"
+    assert problem_at(free_port()) == "connection refused"
     with socket.create_server((HERE, 0)) as mute:
-        assert contact(peer(mute.getsockname()[1]), 0.05, NEVER).problem == "no answer"
+        assert problem_at(mute.getsockname()[1], 0.05) == "no answer"
 
 
 def test_a_rank_may_answer_later_than_its_host() -> None:
-    with socket.create_server((HERE, 0)) as server:
+    def answer_late(visitor: socket.socket) -> None:
+        time.sleep(0.2)
+        visitor.recv(1)
+        visitor.sendall(TOKEN.encode())
 
-        def answer() -> None:
-            with contextlib.suppress(OSError):  # the client has left, or nobody connects any more
-                while True:
-                    visitor, _ = server.accept()
-                    time.sleep(0.2)
-                    with visitor:
-                        visitor.recv(1)
-                        visitor.sendall(TOKEN.encode())
-
-        answering = threading.Thread(target=answer)
-        answering.start()
-        found = contact(peer(server.getsockname()[1]), 0.05, time.monotonic() + 60.0)
-        server.shutdown(socket.SHUT_RDWR)
-        answering.join()
-    assert not found.problem
+    with answered(answer_late) as port:
+        assert not contact(peer(port), 0.05, time.monotonic() + 60.0).problem
 
 
 @pytest.mark.parametrize(("said", "problem"), [(TOKEN, "large ones are lost"), ("", "no answer")])
 def test_lost_large_packets_are_distinguished_from_a_silent_rank(said: str, problem: str) -> None:
     is_over = threading.Event()
-    with socket.create_server((HERE, 0)) as server:
 
-        def answer() -> None:
-            visitor, _ = server.accept()
-            with visitor:
-                visitor.sendall(said.encode())
-                is_over.wait()
+    def answer(visitor: socket.socket) -> None:
+        visitor.sendall(said.encode())
+        is_over.wait()
 
-        answers = threading.Thread(target=answer)
-        answers.start()
-        found = contact(peer(server.getsockname()[1]), 0.2, NEVER)
+    with answered(answer) as port:
+        found = problem_at(port, 0.2)
         is_over.set()
-        answers.join()
-    assert problem in found.problem
+    assert problem in found
 
 
 def test_ranks_that_do_not_listen_are_not_tried() -> None:
-    assert contact(peer(0), 60.0, NEVER).problem == "it does not listen"
+    assert problem_at(0) == "it does not listen"
 
 
-def test_a_listener_leaves_no_thread_and_no_port() -> None:
-    before = set(threading.enumerate())
-    with answering(HERE, TOKEN) as port:
-        pass
-    assert set(threading.enumerate()) <= before
-    assert contact(peer(port), 60.0, NEVER).problem == "connection refused"
-
-
-def test_a_name_without_an_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_without_an_address_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     monkeypatch.setattr(socket, "getaddrinfo", mock.Mock(side_effect=unknown))
     with pytest.raises(OSError, match="name or service not known"):
