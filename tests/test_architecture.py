@@ -94,7 +94,7 @@ def test_a_room_imports_from_lower_floors_only(name: str) -> None:
         assert room_of(used) == room or FLOOR[room_of(used)] < FLOOR[room], f"{name} imports {used}"
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_modules_import_each_other_in_a_cycle() -> None:
     TopologicalSorter({name: imported_by(MODULES[name]) - {name} for name in MODULES}).prepare()
 
 
@@ -153,7 +153,7 @@ def test_only_the_world_reads_a_groups_ranks(name: str) -> None:
     assert not calls_on_torch_distributed(MODULES[name]) & TRANSLATION
 
 
-def test_the_checks_see_what_they_look_for(tmp_path: Path) -> None:
+def test_the_checks_find_violations(tmp_path: Path) -> None:
     room = tmp_path / "room.py"
     room.write_text(
         "import torch.distributed as dist\nfrom objcomm._algorithms import routes\ndist.send(1)\n"

@@ -84,7 +84,7 @@ def test_the_declared_cases_name_payloads_and_peers_that_exist() -> None:
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_a_payload_is_built_alike_each_time(name: str) -> None:
+def test_a_payload_is_the_same_each_time(name: str) -> None:
     build = PAYLOADS[name]
     assert same(build(1, 64), build(1, 64))
 

@@ -65,7 +65,7 @@ def test_a_command_of_the_page_is_in_the_makefile(command: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_make_help_tells_of_every_target(target: str) -> None:
+def test_make_help_lists_every_target(target: str) -> None:
     assert re.search(rf"\n{target}:", MAKEFILE)
     assert target == "help" or f"make {target} " in MAKEFILE.partition("help:\n")[2]
 

@@ -192,7 +192,7 @@ def test_an_unusable_config_ends_all_ranks_with_one_message(
     assert not run.out.exists()
 
 
-def test_what_is_missing_is_named_all_at_once_as_pip_knows_it() -> None:
+def test_all_missing_packages_are_named_at_once_as_pip_knows_them() -> None:
     program = "import sys; sys.modules.update(sklearn=None, tqdm=None); import objcomm.demo"
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False

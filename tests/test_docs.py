@@ -130,7 +130,7 @@ undefined
 """
 
 
-def test_a_block_that_fails_is_told_with_its_ranks(tmp_path: Path) -> None:
+def test_a_block_that_fails_is_reported_with_its_ranks(tmp_path: Path) -> None:
     source, folder = _STARTS_LIKE_A_SCRIPT, str(tmp_path)
     with pytest.raises(pytest.fail.Exception) as caught:
         run_on_fresh_ranks(2, run_block, where="page.md:3", source=source, folder=folder)

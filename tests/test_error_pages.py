@@ -81,7 +81,7 @@ def test_the_page_has_a_heading_for_every_error(cls: type[BaseException]) -> Non
     assert is_base or re.search(rf"^### {cls.__name__}\b", page, re.MULTILINE)
 
 
-def test_the_check_sees_what_is_missing() -> None:
+def test_the_check_finds_missing_texts() -> None:
     tree = ast.parse('raise UsageError(f"{name}: give a {kind}, not a {other}; mend it")')
     ((of, node),) = texts(tree)
     found = template(node)

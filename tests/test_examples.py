@@ -130,7 +130,7 @@ _NUMBER = r"(-?\d+(?:\.\d+)?)"
 
 
 @pytest.mark.long
-def test_what_they_say_is_true(printed_in: Callable[[str], Printed]) -> None:
+def test_the_output_of_the_examples_is_true(printed_in: Callable[[str], Printed]) -> None:
     from sklearn.datasets import load_digits  # noqa: PLC0415  # see above
 
     from examples.best_checkpoint import RATES  # noqa: PLC0415  # see above
@@ -237,7 +237,7 @@ def shown(notebook: Any) -> list[str]:
 
 
 @pytest.mark.long
-def test_the_notebook_shows_what_it_gives_when_it_is_run() -> None:
+def test_the_notebook_shows_its_actual_output() -> None:
     import nbclient  # noqa: PLC0415  # see above
     import nbformat  # noqa: PLC0415  # see above
     from traitlets.config import Config  # noqa: PLC0415  # see above

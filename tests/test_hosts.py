@@ -392,7 +392,7 @@ def test_a_launchers_variables_are_not_inherited(monkeypatch: pytest.MonkeyPatch
 REACH = "import socket; print(socket.create_connection(('{}', {}), timeout={}) and 'reached')"
 
 
-def test_cables_and_rates_are_what_they_say() -> None:
+def test_hosts_reach_each_other_as_their_cables_and_rules_allow() -> None:
     """Check the hosts themselves: which reaches which."""
 
     def reached() -> list[tuple[int, int]]:

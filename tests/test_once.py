@@ -7,7 +7,7 @@ import pytest
 from tests.once import once
 
 
-def test_what_is_made_once_is_given_to_all(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_shared_value_is_created_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     folders: list[Path] = []
 
     def make(folder: Path) -> str:
@@ -20,7 +20,7 @@ def test_what_is_made_once_is_given_to_all(tmp_path_factory: pytest.TempPathFact
     assert folder.is_dir()
 
 
-def test_what_cannot_be_made_is_tried_once_and_each_hears_why(
+def test_a_value_that_cannot_be_created_is_tried_once_and_fails_each_test(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     tried: list[Path] = []

@@ -117,7 +117,7 @@ def test_the_recording_shows_the_error_of_the_readmes_program() -> None:
             assert any(line.strip() in printed for _, printed in ours["printed"])
 
 
-def test_the_readme_tells_what_its_picture_shows() -> None:
+def test_the_readme_states_what_its_picture_shows() -> None:
     shares = plot.shares(Results.load([_FIGURES]))
     shown = [shares[name] for name in plot._HEADLINE]  # noqa: SLF001  # the picture's values
     readme = (_DOCS.parent / "README.md").read_text(encoding="utf-8")

@@ -59,7 +59,7 @@ def test_dir_shows_what_the_reference_lists() -> None:
     assert {name for name in private if name[0] != "_"} == {"compat", "demo", "run"}
 
 
-def test_a_name_that_is_not_there_is_said_to_be_missing() -> None:
+def test_an_unknown_name_is_reported_as_missing() -> None:
     with pytest.raises(AttributeError, match="module 'objcomm' has no attribute 'send_to_all'"):
         objcomm.send_to_all  # type: ignore[attr-defined]  # noqa: B018  # wrong on purpose
     assert not hasattr(objcomm, "_private")
@@ -215,7 +215,7 @@ IN_FLIGHT = {
 }
 
 
-def test_what_may_be_in_flight_is_in_the_tests_of_all_operations() -> None:
+def test_operations_that_can_be_asynchronous_are_in_the_tests_of_all_operations() -> None:
     # The two point-to-point functions need a partner, and are covered by `sendrecv`.
     assert set(OPERATIONS) | {"send", "recv"} == {name.rpartition(".")[2] for name in IN_FLIGHT}
 

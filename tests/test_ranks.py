@@ -64,7 +64,7 @@ def pass_everywhere() -> None:
     pass
 
 
-def test_a_failure_is_told_with_rank_values_and_prints() -> None:
+def test_a_failure_is_reported_with_its_rank_values_and_output() -> None:
     with pytest.raises(pytest.fail.Exception) as caught:
         run_on_ranks(2, fail_on_rank_one, answer=42)
     text = str(caught.value)
@@ -84,7 +84,7 @@ def test_a_missed_deadline_shows_the_stacks_and_ends_the_pool() -> None:
     run_on_ranks(2, pass_everywhere)
 
 
-def test_an_unexpected_death_is_told_with_its_exit_code() -> None:
+def test_an_unexpected_death_is_reported_with_its_exit_code() -> None:
     with pytest.raises(pytest.fail.Exception) as caught:
         run_on_ranks(2, exit_on_rank_one)
     assert "[rank 1] died" in str(caught.value)

@@ -13,7 +13,7 @@ import pytest
 
 from objcomm.run import _interpreter_options
 from tests.doctor.job import LIMIT_S, ROOT, Agent, Said, by_command, clean_environment
-from tests.under_run import RUN, own, python, told, torchrun
+from tests.under_run import RUN, own, python, reported, torchrun
 
 _REPLACED = (
     "in place of torch's all_gather_object, broadcast_object_list, gather_object, "
@@ -146,7 +146,7 @@ def test_a_program_ends_as_without_objcomm_and_its_figures_are_reported(
     run = python(*RUN, "--report", program, way)
     assert (run.status, run.out, own(run)) == (plain.status, plain.out, plain.err)
     assert run.status == status
-    replaced, head, *lines = told(run)
+    replaced, head, *lines = reported(run)
     assert replaced.endswith(_REPLACED)
     title = r"torch's object collectives on 1 rank, in a program of [\d.]+ s"
     assert re.fullmatch(title, head)
@@ -202,7 +202,7 @@ def test_ranks_of_torchrun_make_their_calls_through_objcomm(tmp_path: Path) -> N
     run = torchrun(3, *RUN, "--report", program, str(tmp_path / "checkpoint"))
     assert run.status == 0, run.err
     assert sorted(run.out.splitlines()) == [f"rank {rank} is done" for rank in range(3)]
-    replaced, head, *lines = told(run)
+    replaced, head, *lines = reported(run)
     assert replaced.endswith(_REPLACED)
     assert "object collectives on 3 ranks" in head
     at = next(number for number, line in enumerate(lines) if line.startswith("  slowest lines "))
@@ -303,8 +303,8 @@ def _job(program: str, size: int, ending: str) -> list[Said]:
 )
 def test_only_rank_0_reports_and_for_all_ranks(ending: str, size: int, tmp_path: Path) -> None:
     first, *others = _job(_program(tmp_path, _UNEVEN), size, ending)
-    assert [told(each) for each in others] == [[]] * (size - 1)
-    replaced, head, *lines = told(first)
+    assert [reported(each) for each in others] == [[]] * (size - 1)
+    replaced, head, *lines = reported(first)
     assert replaced.endswith(_REPLACED)
     late = "without rank 1: not at the end within 5 s of rank 0"
     if ending.startswith("no calls"):
@@ -336,7 +336,7 @@ def test_the_page_shows_the_report(tmp_path: Path) -> None:
     def without_times(lines: list[str]) -> list[str]:
         return [re.sub(r" *[\d.]+ s\b| \(rank \d\)", "…", line) for line in lines]
 
-    assert without_times(told(run)) == without_times(told(Said(0, "", shown)))
+    assert without_times(reported(run)) == without_times(reported(Said(0, "", shown)))
 
 
 def test_the_readme_shows_the_error_of_its_program(tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ def test_processes_that_a_program_spawns_are_reached(tmp_path: Path) -> None:
     *ranks, squares = run.out.splitlines()
     assert sorted(ranks) == ["rank 0: 1", "rank 1: 1"]
     assert squares == "[0, 1, 4, 9]"
-    replaced, head, *lines, last = told(run)
+    replaced, head, *lines, last = reported(run)
     assert "object collectives on 2 ranks" in head
     assert _row(lines[1])[:3] == ("all_gather_object", "2", "1")
     # Then the program itself, which made no call; nothing from the loader's worker.
@@ -425,7 +425,7 @@ objcomm.shutdown()
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     run = python(*RUN, *launcher, program)
     assert run.status == 0, run.err
-    assert len(told(run)) == 1
+    assert len(reported(run)) == 1
 
 
 def test_another_sitecustomize_is_still_read(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.doctor.job import Said
-from tests.under_run import RUN, python, told, torchrun
+from tests.under_run import RUN, python, reported, torchrun
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -31,7 +31,7 @@ CALLS = {
 
 def calls(said: Said) -> dict[str, int]:
     """Return how often both ranks called each function, according to the report."""
-    functions, _, _ = "\n".join(told(said)).partition("\n  slowest lines ")
+    functions, _, _ = "\n".join(reported(said)).partition("\n  slowest lines ")
     rows = re.findall(r"^  (\w+) +2 +(\d+)  ", functions, re.MULTILINE)
     return {name: int(count) for name, count in rows}
 
@@ -67,7 +67,7 @@ def compared(plain: Said, run: Said, name: str) -> None:
 
 @pytest.mark.long  # four processes that import torch and a library, two of them twice
 @pytest.mark.parametrize("name", CALLS)
-def test_a_program_of_a_library_gives_the_same(name: str) -> None:
+def test_a_librarys_program_has_the_same_results(name: str) -> None:
     program = str(PROGRAMS / f"{name}.py")
     plain = by_torch(lambda: torchrun(2, program))
     run = torchrun(2, *RUN, "--report", program)

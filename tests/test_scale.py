@@ -69,7 +69,7 @@ def test_the_ranks_of_a_host_share_its_network_card() -> None:
     assert (arriving.cards[2].received, arriving.cards[2].received_nbytes) == (2, 40)
 
 
-def test_who_is_earlier_gets_the_card_whoever_runs_first() -> None:
+def test_the_earlier_sender_gets_the_card_whichever_rank_runs_first() -> None:
     world = World([0, 0, 1], _MACHINE)
 
     def on_rank(rank: int) -> float:
@@ -126,7 +126,7 @@ def test_the_error_of_a_rank_is_raised() -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_the_model_says_the_same_each_time(operation: str) -> None:
+def test_the_model_gives_the_same_result_each_time(operation: str) -> None:
     hosts = _hosts(24, 4)
     first, second = (run(operation, hosts, 200, _MACHINE, _COSTS) for _ in range(2))
     assert first == second
@@ -157,7 +157,7 @@ def test_torchs_broadcast_reaches_each_rank_once(size: int) -> None:
     assert sorted(reached) == list(range(1, size))
 
 
-def test_costs_are_found_again_in_what_they_give() -> None:
+def test_the_fit_recovers_the_costs() -> None:
     taken = []
     for operation in TORCH_OPERATIONS:
         for size in (8, 16):

@@ -177,14 +177,14 @@ def told(site: Path) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("before", ["", "[rank3]: objcomm.UsageError: "])
-def test_what_is_raised_finds_its_section_first(site: Path, before: str) -> None:
+def test_a_raised_text_finds_its_section_first(site: Path, before: str) -> None:
     wanted = {before + text: where for text, where in told(site).items()}
     missed = misses(site, wanted)
     assert len(wanted) > _FEWEST_TEXTS
     assert not missed, "\n".join(missed)
 
 
-def test_what_a_section_explains_finds_it_first(site: Path) -> None:
+def test_a_message_first_finds_the_section_that_explains_it(site: Path) -> None:
     pages = sections(site)
     messages = {message for page in pages for message in page.messages if is_message(message)}
     wanted = {

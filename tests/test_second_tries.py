@@ -59,7 +59,7 @@ def run(folder: Path, *options: str, late: int, wrong: int = 0, unmarked: int = 
     [pytest.param((), marks=pytest.mark.long), ("-n", "2")],
     ids=["one process", "two processes"],
 )
-def test_only_what_promises_a_time_has_a_second_try(
+def test_only_timed_tests_get_a_second_try(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     told = run(tmp_path, *options, late=1, wrong=1, unmarked=1)
@@ -75,7 +75,7 @@ def test_only_what_promises_a_time_has_a_second_try(
 
 
 @pytest.mark.parametrize(("late", "status"), [pytest.param(3, 0, marks=pytest.mark.long), (4, 1)])
-def test_more_than_three_fail_the_run_although_all_pass(
+def test_more_than_three_second_tries_fail_the_run_even_if_all_pass(
     tmp_path: Path, late: int, status: int
 ) -> None:
     told = run(tmp_path, late=late)

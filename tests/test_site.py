@@ -109,7 +109,7 @@ def test_a_power_is_not_bold_and_a_bar_in_a_table_has_no_backslash(site: Path) -
         assert wrong is None, f"{path.relative_to(site)}: {wrong[0]}"
 
 
-def test_what_python_has_compiled_is_not_published() -> None:
+def test_compiled_python_files_are_not_published() -> None:
     """Python writes the hook's own compiled files next to the pages after a build has started."""
     loaded = load_config(str(Path(__file__).parents[1] / "mkdocs.yml"))
     assert loaded.exclude_docs is not None

@@ -34,7 +34,7 @@ def test_a_short_block_is_measured_over_one_full_turn() -> None:
 
 
 @pytest.mark.parametrize(("factor", "is_kept"), [(1.0, False), (1000.0, True)])
-def test_what_takes_longer_than_promised_fails_unless_the_machine_is_slow(
+def test_a_block_that_takes_longer_than_promised_fails_unless_the_machine_is_slow(
     monkeypatch: pytest.MonkeyPatch, factor: float, *, is_kept: bool
 ) -> None:
     class Known(Slowness):
@@ -53,6 +53,6 @@ def test_what_takes_longer_than_promised_fails_unless_the_machine_is_slow(
     assert is_kept or "0.01 s were promised" in str(caught)
 
 
-def test_what_never_happens_is_named() -> None:
+def test_an_event_that_never_happens_is_named() -> None:
     with pytest.raises(AssertionError, match=r"waited 0\.05 s in vain for rain"):
         wait_until(lambda: False, "rain", patience_s=0.05)

@@ -19,7 +19,7 @@ def torchrun(size: int, *words: str) -> Said:
     return python(*launcher, *words)
 
 
-def told(said: Said) -> list[str]:
+def reported(said: Said) -> list[str]:
     """List the lines from objcomm.run."""
     lines = said.err.splitlines()
     return [line.removeprefix(_TOLD) for line in lines if line.startswith(_TOLD)]

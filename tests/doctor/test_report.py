@@ -35,7 +35,7 @@ def test_facts_come_back_as_they_were(facts: Any, kind: Any) -> None:
     assert unpack_record(pack_record(facts), kind, "facts") == facts
 
 
-def test_what_would_move_a_cursor_is_taken_out() -> None:
+def test_control_characters_are_removed() -> None:
     variables = (("NCCL_DEBUG", "\x1b[2J"),)
     odd = replace(report(0, open_files=10, variables=variables), host="no\x1b[2Jde")
     text = text_of(evidence(odd, report(1)), findings(evidence(odd, report(1))))
@@ -56,7 +56,7 @@ def test_the_findings_come_last_and_the_worst_of_them_in_the_last_line() -> None
     assert max(map(len, lines[at:])) <= 100
 
 
-def test_a_healthy_job_says_so() -> None:
+def test_a_healthy_job_is_reported_as_such() -> None:
     whole = evidence()
     whole = replace(whole, links=links(whole))
     text = text_of(whole, [])
@@ -70,7 +70,7 @@ def test_a_healthy_job_says_so() -> None:
     assert ["1", "2000", "-", "1000", "1000"] in [line.split() for line in text.splitlines()]
 
 
-def test_what_was_not_measured_is_said() -> None:
+def test_pairs_that_were_not_measured_are_counted() -> None:
     whole = evidence()
     text = text_of(replace(whole, links=links(whole)[:4]), [])
     assert text.count("4 pairs of ranks were skipped for lack of time") == 2

@@ -13,7 +13,7 @@ def test_the_page_begins_with_what_its_tables_say() -> None:
     assert in_short(page).strip() in page
 
 
-def test_the_short_table_has_the_errors_of_those_who_waited_and_the_span_of_seconds() -> None:
+def test_the_short_table_has_the_errors_of_waiting_ranks_and_the_range_of_seconds() -> None:
     tables = (
         "## Rank 1: killed, in the payload\n\n| operation | objcomm | torch |\n|---|---|---|\n"
         "| gather | `TransportError` naming 1, 0.3–0.5 s | hangs (over 60 s) |\n"

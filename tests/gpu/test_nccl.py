@@ -104,7 +104,7 @@ def test_a_gloo_group_carries_cuda_tensors(codec: str) -> None:
 
 
 @ranks(2, disposable=True, deadline=120)
-def test_what_is_sent_is_what_the_current_stream_will_have_computed() -> None:
+def test_a_call_sends_the_results_of_the_current_stream() -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         numbers = torch.zeros(4_000_000, device="cuda")

@@ -45,7 +45,7 @@ _WITHIN_ITS_LIMIT = [
 
 @pytest.mark.timed
 @pytest.mark.parametrize("trial", CORE, ids=str)
-def test_all_that_wait_name_it_within_2_s_and_go_on_without_it(trial: Trial) -> None:
+def test_waiting_ranks_name_a_dead_rank_within_2_s_and_continue_without_it(trial: Trial) -> None:
     assert any(map(trial.must_hear, trial.waiting))
     assert not carry_out(trial)
 
@@ -60,7 +60,7 @@ def test_waiting_ranks_name_the_dead_in_each_operation_with_any_two_ranks(operat
 
 @pytest.mark.timed
 @pytest.mark.parametrize("trial", _WITHIN_ITS_LIMIT, ids=str)
-def test_a_limit_that_passes_meanwhile_tells_of_the_death(trial: Trial) -> None:
+def test_a_limit_that_expires_meanwhile_reports_the_death(trial: Trial) -> None:
     """The error does not give a position of the dead rank."""
     assert not carry_out(trial)
 

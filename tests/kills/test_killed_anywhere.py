@@ -38,7 +38,7 @@ def test_a_trial_is_read_as_it_was_written() -> None:
         assert trial.busy != trial.victim
 
 
-def test_who_has_to_hear_of_a_death() -> None:
+def test_which_ranks_must_notice_a_death() -> None:
     """A destination waits for all ranks; the ranks that send to it wait for none."""
     assert needs("gather", 0, 3) == {1, 2}
     assert needs("reduce async", 1, 3) == set()

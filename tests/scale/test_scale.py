@@ -28,7 +28,7 @@ def test_every_operation_gives_what_it_should_at_several_roots(seen: dict[int, S
     assert {rank: each.wrong for rank, each in seen.items() if each.wrong} == {}
 
 
-def test_a_call_that_differs_is_told_to_all_ranks_once(seen: dict[int, Seen]) -> None:
+def test_a_different_call_is_reported_to_all_ranks(seen: dict[int, Seen]) -> None:
     rank = faulty(SIZE)["other call"]
     for each in seen.values():
         heard = each.heard["other call"]

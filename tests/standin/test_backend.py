@@ -15,7 +15,7 @@ from tests.standin.worlds import join, joined_by, made
 
 
 @ranks(1, 2, 4, joined=False)
-def test_it_moves_what_is_on_the_devices_and_gloo_the_rest() -> None:
+def test_tensors_on_devices_use_the_backend_and_others_use_gloo() -> None:
     join()
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD

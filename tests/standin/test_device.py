@@ -169,7 +169,7 @@ def test_threads_may_use_a_device_at_once() -> None:
 
 
 @solo()
-def test_what_is_allocated_is_counted_and_may_be_limited() -> None:
+def test_allocations_are_counted_and_can_be_limited() -> None:
     device.set_up()
     before = device.allocations(1)
     there = torch.zeros(100, device="standin:1")

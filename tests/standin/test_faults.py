@@ -220,7 +220,7 @@ def test_a_death_that_the_backend_notices_first() -> None:
 
 
 @ranks(2, joined=False)
-def test_a_call_in_the_background_fails_as_any_other() -> None:
+def test_an_asynchronous_call_fails_like_any_other() -> None:
     join()
     group = group_that_has_met()
     if objcomm.is_main():
@@ -294,7 +294,7 @@ def test_ctrl_c_ends_a_wait_on_the_device() -> None:
 
 
 @ranks(2, 3, joined=False)
-def test_what_fails_before_the_devices_move_leaves_them_in_step() -> None:
+def test_a_failure_before_any_transfer_leaves_the_devices_in_step() -> None:
     join()
     rank, last = objcomm.rank(), objcomm.world_size() - 1
     mine = torch.full((LARGE,), rank).to("standin")

@@ -351,7 +351,7 @@ def test_a_program_without_devices_creates_no_context() -> None:
 
 
 @ranks(2, 3, joined=False)
-def test_memory_of_the_device_is_given_back() -> None:
+def test_device_memory_is_freed() -> None:
     join()
     at = device.current_device()
     mine = torch.full((LARGE,), objcomm.rank()).to("standin")
@@ -372,7 +372,7 @@ def test_memory_of_the_device_is_given_back() -> None:
 
 
 @ranks(2, 3, joined=False)
-def test_what_is_sent_is_what_the_current_stream_will_have_computed() -> None:
+def test_a_call_sends_the_results_of_the_current_stream() -> None:
     join()
     rank, size = objcomm.rank(), objcomm.world_size()
     mine = torch.zeros(LARGE).to("standin")

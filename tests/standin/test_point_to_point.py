@@ -71,7 +71,7 @@ def test_large_members_go_from_device_to_device_and_the_rest_beside_them(codec: 
 
 
 @ranks(2, joined=False)
-def test_all_that_came_to_the_device_is_handed_to_the_streams_of_the_receiver() -> None:
+def test_all_received_memory_is_handed_to_the_receivers_streams() -> None:
     join()
     if here().rank == 0:
         objcomm.send([filled(1), filled(2, 5), torch.zeros(7)], 1)
@@ -83,7 +83,7 @@ def test_all_that_came_to_the_device_is_handed_to_the_streams_of_the_receiver() 
 
 
 @ranks(2, joined=False)
-def test_all_ways_to_send_and_to_receive_take_it() -> None:
+def test_every_kind_of_send_and_receive_transfers_device_tensors() -> None:
     join()
     rank, other = here().rank, 1 - here().rank
     got: Any = objcomm.sendrecv(filled(rank), other, other)
@@ -164,7 +164,7 @@ def test_two_ranks_that_send_each_other_slowly_are_not_deadlocked() -> None:
 
 
 @ranks(2, joined=False)
-def test_what_a_stream_has_computed_is_sent_and_what_arrives_can_be_used_on_one() -> None:
+def test_sends_and_receives_follow_the_current_stream() -> None:
     join()
     with Stream() as stream:
         if here().rank == 0:
@@ -200,7 +200,7 @@ def test_groups_without_a_backend_of_their_own_for_it_take_cpu_memory() -> None:
 
 
 @ranks(2, joined=False)
-def test_what_is_signed_takes_cpu_memory() -> None:
+def test_signed_messages_go_through_cpu_memory() -> None:
     join()
     with objcomm.configure(key=b"0123456789abcdef", everywhere=True):
         if here().rank == 0:
@@ -215,7 +215,7 @@ def test_what_is_signed_takes_cpu_memory() -> None:
 
 @ranks(2, joined=False, expect_dead=[1])
 @pytest.mark.parametrize("sender", [0, 1])
-def test_who_dies_in_a_transfer_is_named_at_once(sender: int) -> None:
+def test_a_rank_that_dies_in_a_transfer_is_named_at_once(sender: int) -> None:
     join()
     rank = here().rank
     if rank == 1:
@@ -274,7 +274,7 @@ def test_a_backend_that_fails_ends_the_call_on_both(operation: str) -> None:
 
 
 @ranks(2, joined=False, expect_dead=[1])
-def test_who_dies_while_no_thread_waits_is_named_by_the_work() -> None:
+def test_a_rank_that_dies_while_no_thread_waits_is_named_by_the_work() -> None:
     join()
     rank = here().rank
     works = [objcomm.irecv(1 - rank), objcomm.isend(filled(rank), 1 - rank)]
@@ -287,7 +287,7 @@ def test_who_dies_while_no_thread_waits_is_named_by_the_work() -> None:
 
 
 @ranks(2, joined=False)
-def test_who_has_no_room_says_so_before_anything_moves() -> None:
+def test_a_receiver_without_room_reports_it_before_any_transfer() -> None:
     join()
     for _ in range(2):
         if here().rank == 0:

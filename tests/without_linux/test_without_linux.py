@@ -31,7 +31,7 @@ def run(*command: str, statuses: Collection[int] = (0,)) -> str:
     return done.stdout
 
 
-def test_it_lacks_what_linux_has() -> None:
+def test_it_lacks_the_features_of_linux() -> None:
     run("-m", "tests.without_linux.lacking")
 
 
@@ -46,7 +46,7 @@ def test_a_whole_program_runs(tmp_path: Path) -> None:
     assert "rank 0" in told
 
 
-def test_the_doctor_tells_that_it_is_not_linux_and_finds_no_fault() -> None:
+def test_the_doctor_reports_the_system_and_finds_no_fault() -> None:
     told = run("-m", "objcomm", "doctor", statuses=(0, 1))
     # The speed of this machine's resolver is not tested.
     assert set(re.findall(r"(?:WARNING|ERROR) (\S+):", told)) <= {"slow-names"}
@@ -72,7 +72,7 @@ def test_an_unchanged_program_runs_alone(tmp_path: Path, options: tuple[str, ...
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_launch_runs_processes_and_says_why_they_can_not_join(nproc: int) -> None:
+def test_launch_runs_processes_and_explains_why_they_cannot_join(nproc: int) -> None:
     told = run(
         "-c",
         f"""if True:
