@@ -108,22 +108,6 @@ def _async(call: Call) -> Call:
     return wait
 
 
-def _split(_: Any, **options: Any) -> object:
-    return objcomm.split(0, **options)
-
-
-def _dup(_: Any, **options: Any) -> object:
-    return objcomm.dup(**options)
-
-
-def _node_group(_: Any, **options: Any) -> object:
-    return objcomm.node_group(**options)
-
-
-def _leaders(_: Any, **options: Any) -> object:
-    return objcomm.leaders(**options)
-
-
 def _new_group(_: Any, *, timeout: float, group: Any = None) -> object:
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     return objcomm.new_group(ranks, timeout=timeout)
@@ -139,26 +123,20 @@ def _fail_together(_: Any, **options: Any) -> None:
         pass
 
 
-def _run_on_main(obj: Any, **options: Any) -> object:
-    return objcomm.run_on_main(lambda: obj, **options)
-
-
-def _sync_metrics(_: Any, **options: Any) -> object:
-    return objcomm.metrics.average_metrics({"loss": 0.5}, 64, **options)
-
-
 _WITHOUT_CONFIRM = {"barrier", "gather_scalar", "all_gather_scalar", "reduce_and_broadcast"}
 _OTHERS: dict[str, Call] = {
-    "split": _split,
-    "dup": _dup,
-    "node_group": _node_group,
-    "leaders": _leaders,
+    "split": lambda _, **options: objcomm.split(0, **options),
+    "dup": lambda _, **options: objcomm.dup(**options),
+    "node_group": lambda _, **options: objcomm.node_group(**options),
+    "leaders": lambda _, **options: objcomm.leaders(**options),
     "new_group": _new_group,
     "main_first": _main_first,
     "fail_together": _fail_together,
-    "run_on_main": _run_on_main,
+    "run_on_main": lambda obj, **options: objcomm.run_on_main(lambda: obj, **options),
     "agree": objcomm.agree,
-    "average_metrics": _sync_metrics,
+    "average_metrics": lambda _, **options: objcomm.metrics.average_metrics(
+        {"loss": 0.5}, 64, **options
+    ),
 }
 CONFIRM, ASYNC = " with confirm", " async"
 
