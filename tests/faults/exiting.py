@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
@@ -25,18 +25,6 @@ from objcomm._failures import mesh
 from objcomm._world import store_of
 from tests.printed import without_gloo
 
-#: The last event of each job.
-EVENTS = [
-    "traffic",
-    "large",
-    "desync",
-    "timeout",
-    "lane",
-    "works",
-    "work in flight",
-    "large work in flight",
-    "works behind a slow one",
-]
 #: With and without destroying the process group.
 ENDINGS = ["destroyed", "abandoned"]
 
@@ -44,59 +32,6 @@ ENDINGS = ["destroyed", "abandoned"]
 _UNMATCHED = {"work in flight", "large work in flight"}
 
 _LIMIT_SECONDS = 300.0  # only a hang takes this long
-
-
-def main(folder: Path, turns: int, events: Sequence[str] = EVENTS) -> None:
-    """Run a job with each event ``turns`` times, alternating the ending.
-
-    Returns in each of the ranks, too.
-    """
-    count = 0
-    for turn, (number, event) in itertools.product(range(turns), enumerate(events)):
-        ending = ENDINGS[(turn + number) % len(ENDINGS)]
-        world_size = 2 + (turn + number) % 3
-        store = folder / f"store{count}"
-        logs = [folder / f"{count}.{rank}" for rank in range(world_size)]
-        pids = []
-        for rank in range(world_size):
-            if (pid := os.fork()) == 0:
-                _take_part(event, ending, store, rank, logs)
-                return
-            pids.append(pid)
-        for rank, pid in enumerate(pids):
-            code, printed = _exit_code(pid), without_gloo(logs[rank].read_text(errors="replace"))
-            is_told = event in _UNMATCHED and code == 120 and "DesyncError: " in printed
-            if not is_told and (code, printed) != (0, ""):
-                print(event, ending, f"rank {rank} of {world_size}:", code, printed)  # noqa: T201  # its output
-        count += 1
-    print(count, "jobs ended")  # noqa: T201  # its output
-
-
-def _take_part(event: str, ending: str, store: Path, rank: int, logs: Sequence[Path]) -> None:
-    with logs[rank].open("wb") as printed:
-        os.dup2(printed.fileno(), 1)
-        os.dup2(printed.fileno(), 2)
-    torch.set_num_threads(1)
-    # Late ranks are not the subject of these jobs.
-    patch.object(mesh, "_REPORT_SECONDS", _LIMIT_SECONDS).start()
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store)), rank=rank, world_size=len(logs)
-    )
-    objcomm.barrier()
-    _EVENTS[event](rank)
-    if ending == "destroyed":
-        dist.destroy_process_group()
-
-
-def _exit_code(pid: int) -> int:
-    until = time.monotonic() + _LIMIT_SECONDS
-    while time.monotonic() < until:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def _traffic(rank: int) -> None:
@@ -187,7 +122,8 @@ def _wait_shortly(work: objcomm.Work[object]) -> None:
         work.wait(0.05)
 
 
-_EVENTS = {
+#: The last event of each job, by its name.
+EVENTS = {
     "traffic": _traffic,
     "large": _large,
     "desync": _desync,
@@ -198,6 +134,60 @@ _EVENTS = {
     "large work in flight": _large_work_in_flight,
     "works behind a slow one": _works_behind_a_slow_one,
 }
+
+
+def main(folder: Path, turns: int, events: Iterable[str] = EVENTS) -> None:
+    """Run a job with each event ``turns`` times, alternating the ending.
+
+    Returns in each of the ranks, too.
+    """
+    count = 0
+    for turn, (number, event) in itertools.product(range(turns), enumerate(events)):
+        ending = ENDINGS[(turn + number) % len(ENDINGS)]
+        world_size = 2 + (turn + number) % 3
+        store = folder / f"store{count}"
+        logs = [folder / f"{count}.{rank}" for rank in range(world_size)]
+        pids = []
+        for rank in range(world_size):
+            if (pid := os.fork()) == 0:
+                _take_part(event, ending, store, rank, logs)
+                return
+            pids.append(pid)
+        for rank, pid in enumerate(pids):
+            code, printed = _exit_code(pid), without_gloo(logs[rank].read_text(errors="replace"))
+            is_reported = event in _UNMATCHED and code == 120 and "DesyncError: " in printed
+            if not is_reported and (code, printed) != (0, ""):
+                print(event, ending, f"rank {rank} of {world_size}:", code, printed)  # noqa: T201  # its output
+        count += 1
+    print(count, "jobs ended")  # noqa: T201  # its output
+
+
+def _take_part(event: str, ending: str, store: Path, rank: int, logs: Sequence[Path]) -> None:
+    with logs[rank].open("wb") as printed:
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
+    torch.set_num_threads(1)
+    # Late ranks are not the subject of these jobs.
+    patch.object(mesh, "_REPORT_SECONDS", _LIMIT_SECONDS).start()
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(store)), rank=rank, world_size=len(logs)
+    )
+    objcomm.barrier()
+    EVENTS[event](rank)
+    if ending == "destroyed":
+        dist.destroy_process_group()
+
+
+def _exit_code(pid: int) -> int:
+    until = time.monotonic() + _LIMIT_SECONDS
+    while time.monotonic() < until:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or EVENTS)

@@ -35,10 +35,6 @@ def _average_metrics(case: Case, _: Callable[[], None]) -> bytes:
     return contribution(case, 0) if means == {"loss": 0.5} else b""
 
 
-def _agree(case: Case, _: Callable[[], None]) -> bytes:
-    return objcomm.agree(contribution(case, 0), timeout=case.limit_seconds)
-
-
 def _broadcast_file(case: Case, _: Callable[[], None]) -> bytes:
     with tempfile.NamedTemporaryFile() as file:  # each rank has one, and only the source's is read
         file.write(contribution(case, 0))
@@ -52,14 +48,6 @@ def _stream(case: Case, _: Callable[[], None]) -> bytes:
     return bytes(got)
 
 
-def _sync_gradients(case: Case, _: Callable[[], None]) -> None:
-    objcomm.models.sync_gradients(_model(case).parameters(), timeout=case.limit_seconds)
-
-
-def _sync_model(case: Case, _: Callable[[], None]) -> None:
-    objcomm.models.sync_model(_model(case), timeout=case.limit_seconds)
-
-
 def _model(case: Case) -> torch.nn.Module:
     model = torch.nn.BatchNorm1d(case.nbytes // 4)
     for each in model.parameters():
@@ -71,9 +59,13 @@ _CALLS: dict[str, _Call] = {
     "run_on_main": _run_on_main,
     "main_first": _main_first,
     "average_metrics": _average_metrics,
-    "agree": _agree,
+    "agree": lambda case, _: objcomm.agree(contribution(case, 0), timeout=case.limit_seconds),
     "broadcast_file": _broadcast_file,
     "stream": _stream,
-    "sync_gradients": _sync_gradients,
-    "sync_model": _sync_model,
+    "sync_gradients": lambda case, _: objcomm.models.sync_gradients(
+        _model(case).parameters(), timeout=case.limit_seconds
+    ),
+    "sync_model": lambda case, _: objcomm.models.sync_model(
+        _model(case), timeout=case.limit_seconds
+    ),
 }

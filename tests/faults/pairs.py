@@ -42,25 +42,26 @@ def call_of(case: Case, rank: int) -> Call:
     """
     if rank not in {case.victim, case.partner} and case.operation != "sendrecv":
         return lambda: _recv(case, case.partner, _RELEASE_TAG)
-    if case.library == "torch":
-        return lambda: _TORCHS_PARTS[_is_sender(case, rank)](case, rank)
     if case.operation == "sendrecv":
         return _in_a_ring(case, rank)
     peer = case.partner if rank == case.victim else case.victim
-    part = _sender_of if _is_sender(case, rank) else _receiver_of
-    return part(case, rank, peer)
+    is_sender = (rank == case.victim) != case.victim_receives
+    return _sender_of(case, rank, peer) if is_sender else _receiver_of(case, peer)
 
 
 def _sender_of(case: Case, rank: int, peer: int) -> Call:
     obj, limit = contribution(case, rank), case.limit_seconds
+    if case.library == "torch":
+        return lambda: dist.send_object_list([obj], peer)
     if case.operation in {"isend", "irecv"}:
         return _once_begun(lambda: objcomm.isend(obj, peer, timeout=limit))
     return lambda: objcomm.send(obj, peer, timeout=limit)
 
 
-def _receiver_of(case: Case, rank: int, peer: int) -> Call:
-    del rank
+def _receiver_of(case: Case, peer: int) -> Call:
     limit = case.limit_seconds
+    if case.library == "torch":
+        return lambda: _torch_recv(peer)
     if case.operation in {"isend", "irecv"}:
         return _once_begun(lambda: objcomm.irecv(peer, timeout=limit))
     if case.operation == "probe":
@@ -90,10 +91,6 @@ def talk_again(case: Case, rank: int) -> str:
         except objcomm.TransportError as error:
             return f"returned, then {type(error).__name__} naming {error.peers}"
     return "returned"
-
-
-def _is_sender(case: Case, rank: int) -> bool:
-    return (rank == case.victim) != case.victim_receives
 
 
 def _once_begun(begin: Callable[[], objcomm.Work[Any]]) -> Call:
@@ -149,15 +146,3 @@ def _torch_recv(src: int) -> Any:
     objs: list[Any] = [None]
     dist.recv_object_list(objs, src)
     return objs[0]
-
-
-def _torch_part_of_sender(case: Case, rank: int) -> None:
-    peer = case.partner if rank == case.victim else case.victim
-    dist.send_object_list([contribution(case, rank)], peer)
-
-
-def _torch_part_of_receiver(case: Case, rank: int) -> Any:
-    return _torch_recv(case.partner if rank == case.victim else case.victim)
-
-
-_TORCHS_PARTS = {True: _torch_part_of_sender, False: _torch_part_of_receiver}

@@ -314,32 +314,34 @@ def _seen(case: Case, rank: int, call: Callable[[], Any]) -> Seen:
     return Seen(number - 1, "returned", (), time.monotonic())
 
 
-def _call_again(case: Case, rank: int, store: dist.Store, baseline: set[str]) -> tuple[str, float]:
-    """Return what a later call on the group raises, and after how long."""
-    del store, baseline
+def _call_again(case: Case, rank: int, *_: object) -> tuple[str, float]:
+    """Return how a later call on the group ends, and after how long."""
     began = time.monotonic()
+    return _end_of_later_call(case, rank), time.monotonic() - began
+
+
+def _end_of_later_call(case: Case, rank: int) -> str:
     if case.is_between_two:
-        return pairs.talk_again(case, rank), time.monotonic() - began
+        return pairs.talk_again(case, rank)
     if case.is_apart:
         made = objcomm.new_group(case.survivors, timeout=case.limit_seconds)
-        told = objcomm.all_gather(rank, group=made)
+        ranks = objcomm.all_gather(rank, group=made)
         dist.destroy_process_group(made)
-        return str(told), time.monotonic() - began
+        return str(ranks)
     try:
         objcomm.all_gather("later", timeout=case.limit_seconds)
     except objcomm.ObjcommError as error:
-        return type(error).__name__, time.monotonic() - began
-    return "returned", time.monotonic() - began
+        return type(error).__name__
+    return "returned"
 
 
-def _begin_anew(case: Case, rank: int, store: dist.Store, baseline: set[str]) -> list[Any]:
+def _begin_anew(case: Case, rank: int, store: dist.Store, *_: object) -> list[Any]:
     """Destroy the process group, and create one of the survivors over the same store."""
-    del baseline
     members = case.survivors
-    told: list[Any] = []
+    results: list[Any] = []
     if len(members) > 1:
         group: Any = dist.new_group(members, use_local_synchronization=True)
-        told.append(objcomm.all_gather(rank, group=group))
+        results.append(objcomm.all_gather(rank, group=group))
         del group
     dist.destroy_process_group()
     dist.init_process_group(
@@ -348,14 +350,13 @@ def _begin_anew(case: Case, rank: int, store: dist.Store, baseline: set[str]) ->
         rank=members.index(rank),
         world_size=len(members),
     )
-    told.append(objcomm.all_gather(rank))
-    told.append(len(objcomm.broadcast(bytes(100_000), group_src=len(members) - 1)))
-    return told
+    results.append(objcomm.all_gather(rank))
+    results.append(len(objcomm.broadcast(bytes(100_000), group_src=len(members) - 1)))
+    return results
 
 
-def _leave(case: Case, rank: int, store: dist.Store, baseline: set[str]) -> Left:
+def _leave(case: Case, rank: int, _: dist.Store, baseline: set[str]) -> Left:
     """Destroy everything, and report what is left."""
-    del store
     dist.destroy_process_group()
     _end_patience()
     until = time.monotonic() + PATIENCE_S

@@ -1,20 +1,16 @@
 """Programs whose calls are over exit silently with code 0, however they end."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.faults.exiting import EVENTS
 from tests.printed import without_gloo
+from tests.under_run import python
 
-_ROOT = Path(__file__).parents[2]
 # Each job has two to four processes, which take most of a second to end.
 _QUICK = ["traffic", "large work in flight"]
 _LONG = [event for event in EVENTS if event not in _QUICK]
-_LIMIT_SECONDS = 900.0  # only a hang takes this long
 
 
 @pytest.mark.parametrize(
@@ -22,12 +18,9 @@ _LIMIT_SECONDS = 900.0  # only a hang takes this long
     [pytest.param(_QUICK, id="some"), pytest.param(_LONG, id="others", marks=pytest.mark.long)],
 )
 def test_every_rank_ends_by_itself_and_silently(events: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.faults.exiting", str(tmp_path), "1", *events]
-    ended = subprocess.run(
-        command, cwd=_ROOT, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=True
-    )
-    printed = without_gloo(ended.stdout), ended.stderr
-    assert printed == (f"{len(events)} jobs ended\n", "")
+    ended = python("-m", "tests.faults.exiting", str(tmp_path), "1", *events)
+    assert (without_gloo(ended.out), ended.err) == (f"{len(events)} jobs ended\n", "")
+    assert ended.status == 0
 
 
 # Importing torch takes longest by far, so a program imports it once and forks its jobs.
@@ -56,16 +49,14 @@ def test_outstanding_work_at_exit_is_reported(tmp_path: Path) -> None:
     """The program may have kept the work or not."""
     script = tmp_path / "script.py"
     script.write_text(_NEVER_WAITED_FOR)
-    command = [sys.executable, str(script), str(tmp_path / "store")]
-    ended = subprocess.run(
-        command, cwd=_ROOT, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=True
-    )
-    assert without_gloo(ended.stdout) == "True\nkept ended\nTrue\ndropped ended\n"
+    ended = python(str(script), str(tmp_path / "store"))
+    assert ended.status == 0, ended.err
+    assert without_gloo(ended.out) == "True\nkept ended\nTrue\ndropped ended\n"
     lines = [line for line, text in enumerate(_NEVER_WAITED_FOR.splitlines(), 1) if "async" in text]
     for line in lines:
-        told = f"{script}:{line}: RuntimeWarning: all_gather was started here but"
-        assert ended.stderr.count(told) == 1, ended.stderr
-    assert "Traceback" not in ended.stderr
+        warning = f"{script}:{line}: RuntimeWarning: all_gather was started here but"
+        assert ended.err.count(warning) == 1, ended.err
+    assert "Traceback" not in ended.err
 
 
 _ANSWERED_TOO_LATE = """
@@ -118,15 +109,7 @@ def test_a_store_may_answer_while_the_interpreter_ends(tmp_path: Path) -> None:
     """A thread that returned from it then would abort the process."""
     script = tmp_path / "script.py"
     script.write_text(_ANSWERED_TOO_LATE)
-    ended = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=_ROOT,
-        env=os.environ | {"PYTHONPATH": str(_ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT_SECONDS,
-        check=True,
-    )
+    ended = python(str(script))
+    assert ended.status == 0, ended.err
     each = "the interpreter ends\n0\n"
-    printed = without_gloo(ended.stdout)
-    assert printed == f"{each}destroyed ended\n{each}abandoned ended\n", ended.stderr
+    assert without_gloo(ended.out) == f"{each}destroyed ended\n{each}abandoned ended\n", ended.err
