@@ -18,20 +18,14 @@ import torch
 import torch.distributed as dist
 
 import objcomm
-from objcomm import (
-    BrokenGroupError,
-    CollectiveError,
-    TransportError,
-    TransportTimeout,
-    WireError,
-)
+from objcomm import BrokenGroupError, CollectiveError, TransportError, TransportTimeout, WireError
 from tests.cases import case
 from tests.group.helpers import assert_group_works, error_in, hear, say, tell_all
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
 from tests.ranks import ranks
 from tests.standin import device
 from tests.standin.backend import journal
-from tests.standin.worlds import assert_is_free, join, joined_by, made, own_device
+from tests.standin.worlds import assert_aborted, assert_is_free, join, joined_by, made, own_device
 from tests.waits import PATIENCE_S, wait_until, within
 
 LARGE = 100_000  # elements, so that the member does not fit into the window
@@ -61,14 +55,12 @@ def assert_next_call_works(group: Any) -> None:
     calls, communicators = len(made()), len(journal().communicators)
     torch.accelerator.synchronize()
     got = objcomm.all_gather(mine(), group=group)
-    assert [int((each + 1)[0].cpu()) for each in got] == [
-        rank + 1 for rank in range(objcomm.world_size())
-    ]
+    numbers = [int((each + 1)[0].cpu()) for each in got]
+    assert numbers == [*range(1, 1 + objcomm.world_size())]
     assert {each.device for each in got} == {own_device()}
     assert len(made()) > calls
     assert len(journal().communicators) == communicators + 1
-    aborted = journal().communicators[:communicators]
-    wait_until(lambda: all(each.is_aborted for each in aborted), "the aborts")
+    assert_aborted(range(communicators), of=communicators + 1)
     # The program's own communicator is not touched.
     own = torch.ones(3).to("standin")
     dist.broadcast(own, 0, group=group)
@@ -133,19 +125,14 @@ def test_a_backend_that_fails_on_one_rank(fault: str) -> None:
 def test_a_limit_ends_a_call_whose_backend_stalls(*, at_wait: bool) -> None:
     join()
     rank, last = objcomm.rank(), objcomm.world_size() - 1
-    is_over = threading.Event()
-
-    def stall() -> None:
-        is_over.wait()
-
-    given = mine()
+    is_over, given = threading.Event(), mine()
     at = device.current_device()
     before = device.memory_allocated(at)
     for name, call in CALLS.items():
         with case(name):
             group = group_that_has_met()
             if rank == last:
-                journal().interrupt("", stall, at_wait=at_wait)
+                journal().interrupt("", is_over.wait, at_wait=at_wait)
             error = None
             try:
                 call(given, group=group, timeout=1)
@@ -157,7 +144,8 @@ def test_a_limit_ends_a_call_whose_backend_stalls(*, at_wait: bool) -> None:
             tell_all(f"{name} over", "")  # no rank destroys its group before all have called
             error = None
     # A call raises even if the abort takes longer.
-    wait_until(lambda: all(each.is_aborted for each in journal().communicators), "the aborts")
+    count = len(journal().communicators)
+    assert_aborted(range(count), of=count)
     torch.accelerator.synchronize()
     assert_next_call_works(group_that_has_met())
     is_over.set()
@@ -182,7 +170,8 @@ def test_a_rank_that_dies_in_the_middle(name: str) -> None:
     assert error.peers == (1,)
     assert not isinstance(error, TransportTimeout)
     torch.accelerator.synchronize()
-    wait_until(lambda: all(each.is_aborted for each in journal().communicators), "the aborts")
+    count = len(journal().communicators)
+    assert_aborted(range(count), of=count)
     assert not joined_by(group).is_aborted
     survivors = objcomm.new_group([0, 2])
     got = objcomm.all_gather(given, group=survivors)
@@ -289,7 +278,7 @@ def test_ctrl_c_ends_a_wait_on_the_device() -> None:
         objcomm.broadcast(given, group=group)
     thread.join(PATIENCE_S)
     # Until it is aborted, the transfer can still succeed on the other rank.
-    wait_until(lambda: all(each.is_aborted for each in journal().communicators), "the abort")
+    assert_aborted([0], of=1)
     say("interrupted")
 
 

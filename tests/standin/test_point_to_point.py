@@ -19,6 +19,7 @@ from tests.ranks import ranks
 from tests.standin import device
 from tests.standin.backend import journal
 from tests.standin.device import Stream
+from tests.standin.test_faults import refuse
 from tests.standin.worlds import assert_aborted, join, made
 from tests.waits import PATIENCE_S
 from tests.workers import here
@@ -35,6 +36,23 @@ def assert_filled(tensor: torch.Tensor, number: int, numel: int = LARGE) -> None
     """Check that it equals ``filled`` of the other rank, on this rank's current device."""
     assert tensor.device == torch.device("standin", device.current_device())
     assert torch.equal(tensor.cpu(), torch.full((numel,), number))
+
+
+def assert_arrives(number: int, **options: Any) -> None:
+    """Send a tensor from rank 0 to rank 1, and check it there."""
+    if here().rank == 0:
+        objcomm.send(filled(number), 1, **options)
+    if here().rank == 1:
+        assert_filled(objcomm.recv(0, **options), number)
+
+
+def send_or_recv(sender: int) -> None:
+    """Send a tensor to the other of two ranks, or receive it."""
+    rank = here().rank
+    if rank == sender:
+        objcomm.send(filled(1), 1 - rank)
+    else:
+        objcomm.recv(1 - rank)
 
 
 def transfers() -> list[str]:
@@ -66,8 +84,7 @@ def test_large_members_go_from_device_to_device_and_the_rest_beside_them(codec: 
     if rank == 0:
         objcomm.send(filled(7), 1)
     else:
-        on_host = objcomm.recv(0, device="cpu")
-        assert torch.equal(on_host, torch.full((LARGE,), 7))
+        assert torch.equal(objcomm.recv(0, device="cpu"), torch.full((LARGE,), 7))
 
 
 @ranks(2, joined=False)
@@ -185,10 +202,7 @@ def test_groups_without_a_backend_of_their_own_for_it_take_cpu_memory() -> None:
     join()
     rank = here().rank
     plain = dist.new_group(backend="gloo")
-    if rank == 0:
-        objcomm.send(filled(3), 1, group=plain)
-    if rank == 1:
-        assert_filled(objcomm.recv(0, group=plain), 3)
+    assert_arrives(3, group=plain)
     assert transfers() == []
     last = dist.new_group([1, 2], backend="cpu:gloo,standin:standin")
     if rank == 1:
@@ -203,10 +217,7 @@ def test_groups_without_a_backend_of_their_own_for_it_take_cpu_memory() -> None:
 def test_signed_messages_go_through_cpu_memory() -> None:
     join()
     with objcomm.configure(key=b"0123456789abcdef", everywhere=True):
-        if here().rank == 0:
-            objcomm.send(filled(3), 1)
-        else:
-            assert_filled(objcomm.recv(0), 3)
+        assert_arrives(3)
     assert transfers() == []
 
 
@@ -221,10 +232,7 @@ def test_a_rank_that_dies_in_a_transfer_is_named_at_once(sender: int) -> None:
     if rank == 1:
         journal().interrupt("send" if sender == 1 else "recv", lambda: os._exit(1))
     # The backend would wait for two minutes.
-    if rank == sender:
-        error = error_in(TransportError, lambda: objcomm.send(filled(1), 1 - rank))
-    else:
-        error = error_in(TransportError, lambda: objcomm.recv(1 - rank))
+    error = error_in(TransportError, lambda: send_or_recv(sender))
     assert not isinstance(error, TransportTimeout)
     assert error.peers == (1,)
 
@@ -233,13 +241,9 @@ def test_a_rank_that_dies_in_a_transfer_is_named_at_once(sender: int) -> None:
 @pytest.mark.parametrize("stalled", ["send", "recv"])
 def test_a_limit_ends_a_transfer_that_stalls(stalled: str) -> None:
     join()
-    rank, is_over = here().rank, threading.Event()
-
-    def stall() -> None:
-        is_over.wait(PATIENCE_S)
-
-    journal().interrupt(stalled, stall)
-    if rank == 0:
+    is_over = threading.Event()
+    journal().interrupt(stalled, lambda: is_over.wait(PATIENCE_S))
+    if here().rank == 0:
         error_in(TransportTimeout, lambda: objcomm.send(filled(1), 1, timeout=1))
     else:
         error_in(TransportError, lambda: objcomm.recv(0, timeout=300))
@@ -252,24 +256,13 @@ def test_a_limit_ends_a_transfer_that_stalls(stalled: str) -> None:
 @pytest.mark.parametrize("operation", ["send", "recv"])
 def test_a_backend_that_fails_ends_the_call_on_both(operation: str) -> None:
     join()
-
-    def fail() -> None:
-        raise RuntimeError("unhandled system error")
-
     is_here = (operation == "send") == (here().rank == 0)
     if is_here:
-        journal().interrupt(operation, fail)
+        journal().interrupt(operation, refuse)
     kind = TransportError if is_here else CollectiveError
-    if here().rank == 0:
-        error = error_in(kind, lambda: objcomm.send(filled(1), 1))
-    else:
-        error = error_in(kind, lambda: objcomm.recv(0))
+    error = error_in(kind, lambda: send_or_recv(0))
     assert "unhandled system error" in str(error)
-    # The next message has a new communicator.
-    if here().rank == 0:
-        objcomm.send(filled(2), 1)
-    else:
-        assert_filled(objcomm.recv(0), 2)
+    assert_arrives(2)  # with a new communicator
     assert_aborted([0], of=2)
 
 
@@ -299,9 +292,6 @@ def test_a_receiver_without_room_reports_it_before_any_transfer() -> None:
                 error_in(WireError, lambda: objcomm.recv(0))
             hear("refused")
         assert transfers() == []
-    if here().rank == 0:
-        objcomm.send(filled(2), 1)
-    else:
-        assert_filled(objcomm.recv(0), 2)
+    assert_arrives(2)
     assert len(transfers()) == 1
     assert tell_all("done", "") == ["", ""]

@@ -1,6 +1,7 @@
 """Ranks that join with the backend ``standin``, each on a separate device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+import objcomm
 from tests.standin import backend, device
 from tests.waits import wait_until
 from tests.workers import here
@@ -64,6 +66,21 @@ def own_device() -> torch.device:
 def copies() -> list[str]:
     """List the copies to or from the CPU that were queued since the last call."""
     return [each.name for each in device.queued() if "cpu" in each.name]
+
+
+def sent_nbytes() -> int:
+    """Return the bytes this rank has sent over objcomm's own connections."""
+    return sum(each.sent_nbytes for each in objcomm.stats().values())
+
+
+@contextmanager
+def over_the_devices_only() -> Iterator[None]:
+    """Check that no tensor in the block goes through the CPU's memory."""
+    device.queued()
+    sent = sent_nbytes()
+    yield
+    assert copies() == []
+    assert sent_nbytes() - sent < 10_000
 
 
 def assert_aborted(numbers: Sequence[int], *, of: int) -> None:
