@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from objcomm._bootstrap.doctor.report import draw, plain
 from objcomm._bootstrap.doctor.report import report as text_of
 from objcomm._transport.store import pack_record, unpack_record
 from objcomm.errors import MissingDependencyError
-from tests.doctor.job import LIMIT_S, ROOT, clean_environment
+from tests.doctor.job import by_command
 from tests.doctor.made_up import evidence, links, report
 
 
@@ -136,15 +135,7 @@ command.longest = lambda seconds: 0.5
 command.examine = lambda environ: threading.Event().wait()
 command.check(command.Options(1.0))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=clean_environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "Timeout (0:00:00.5" in done.stderr
-    assert "in check" in done.stderr  # where it was
+    done = by_command([sys.executable, "-c", program])
+    assert done.status == 1
+    assert "Timeout (0:00:00.5" in done.err
+    assert "in check" in done.err  # where it was

@@ -93,7 +93,6 @@ def torchrun(*arguments: str, **variables: str) -> Said:
     return by_command([*command, *DOCTOR[1:], LONG, *arguments], **variables)
 
 
-@pytest.mark.long  # with our own agent in the test before, and below with an error
 def test_under_torchrun_the_ranks_meet_in_its_store(written: Path) -> None:
     done = torchrun(f"--json={written}")
     assert set(findings(written)) <= OF_THE_MACHINE, done.out
@@ -101,7 +100,6 @@ def test_under_torchrun_the_ranks_meet_in_its_store(written: Path) -> None:
     assert_every_link_was_measured(written, 2)
 
 
-@pytest.mark.long  # the finding itself is in the next test
 def test_torchruns_own_report_ends_with_the_findings() -> None:
     done = torchrun(GLOO_SOCKET_IFNAME="nowhere0")
     assert done.status == 1
@@ -112,11 +110,8 @@ def test_torchruns_own_report_ends_with_the_findings() -> None:
 
 
 def test_a_wrong_interface_is_named(agent: Agent, written: Path) -> None:
-    places = [
-        agent.place(0, 3),
-        agent.place(1, 3, GLOO_SOCKET_IFNAME="nowhere0"),
-        agent.place(2, 3),
-    ]
+    wrong = agent.place(1, 3, GLOO_SOCKET_IFNAME="nowhere0")
+    places = [agent.place(0, 3), wrong, agent.place(2, 3)]
     every = said([start(each, LONG, f"--json={written}") for each in places])
     found = findings(written)
     assert found["gloo-interface"]["ranks"] == [1]
@@ -126,9 +121,7 @@ def test_a_wrong_interface_is_named(agent: Agent, written: Path) -> None:
     assert "unreachable" not in found  # the interface explains it
 
 
-def test_the_ranks_with_a_wrong_port_or_name_report_it(
-    written: Path,
-) -> None:
+def test_the_ranks_with_a_wrong_port_or_name_report_it(written: Path) -> None:
     port, other = free_port(), 1  # nobody listens on it
     places = [place(0, 3, port), place(1, 3, other), place(2, 3, port, "nobody.invalid")]
     zero, one, two = said([start(each, SHORT, f"--json={written}") for each in places])
