@@ -137,6 +137,14 @@ def _fail_on_the_last() -> None:
         objcomm.barrier()
 
 
+def _met(steps: Steps, point: str) -> dist.ProcessGroup:
+    """Wait at a point with a new group that has been used once."""
+    group = dist.new_group()
+    steps.step(f"{point}: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))
+    steps.reach(point)
+    return group
+
+
 def outages(steps: Steps) -> None:
     """Record what the ranks see when a host's cable is pulled, at different moments."""
     is_first, step = objcomm.is_main(), steps.step
@@ -148,39 +156,29 @@ def outages(steps: Steps) -> None:
     steps.reach("first used")
     step("first use: again", lambda: objcomm.all_gather(objcomm.rank(), group=group))
 
-    group = dist.new_group()
-    step("waiting: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))
-    steps.reach("waiting")
+    group = _met(steps, "waiting")
     step("waiting", lambda: objcomm.all_gather(objcomm.rank(), group=group))
     step("waiting: after", lambda: objcomm.barrier(group=group))
     steps.reach("waited")
 
-    group = dist.new_group()
-    step("idle: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))
-    steps.reach("idle")
+    group = _met(steps, "idle")
     steps.reach("was idle")
     step("idle", lambda: objcomm.all_gather(objcomm.rank(), group=group))
 
-    group = dist.new_group()
-    step("computing: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))
-    steps.reach("computing")
+    group = _met(steps, "computing")
     if objcomm.rank() == 1:  # it computes until rank 0 has heard
         steps.await_step_of(0, "computing")
     step("computing", lambda: objcomm.barrier(group=group))
     steps.reach("computed")
 
-    group = dist.new_group()
-    step("sending: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))
-    steps.reach("sending")
+    group = _met(steps, "sending")
     step("sending", lambda: type(objcomm.broadcast(large, group=group, confirm=True)))
     steps.reach("sent")
 
     # Not the default of a minute: the system retries less and less often, so on a busy machine,
     # where the cable is unplugged for some seconds longer, a limit of 6 s may pass without a retry.
     objcomm.configure(lost_after=60.0, everywhere=True)
-    group = dist.new_group()
-    step("mended: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))
-    steps.reach("mended")
+    group = _met(steps, "mended")
     step("mended", lambda: same(objcomm.broadcast(large, group=group)))
     step("mended: after", lambda: objcomm.barrier(group=group))
     steps.reach("end")
@@ -189,9 +187,7 @@ def outages(steps: Steps) -> None:
 def parted(steps: Steps) -> None:
     """Record what happens while two hosts can't reach each other, though both reach all others."""
     step = steps.step
-    group = dist.new_group()
-    step("parted: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))
-    steps.reach("parted")
+    group = _met(steps, "parted")
     step("parted", lambda: objcomm.all_gather(bytes(LARGE_NBYTES // 8), group=group))
     step("parted: after", lambda: objcomm.barrier(group=group))
     steps.reach("joined")

@@ -140,12 +140,8 @@ def _pass(job: Job, point: str) -> None:
 
 def _calls(job: Job) -> dict[str, list[tuple[int, int]]]:
     carried = {"array": _carried(job, "array", "gather")}
-    job.reached("slow")
-    job.hosts.limit(1, _SLOW_MBIT)
-    job.go("slow")
-    job.reached("fast")
-    job.hosts.limit(1, _MBIT)
-    job.go("fast")
+    job.at("slow", job.hosts.limit, 1, _SLOW_MBIT)
+    job.at("fast", job.hosts.limit, 1, _MBIT)
     return carried
 
 
