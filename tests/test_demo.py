@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +11,14 @@ import pytest
 from numpy.typing import NDArray
 
 from objcomm.demo.config import SAMPLE, ConfigError, read_config
+from tests.doctor.job import Said
 from tests.once import once
 from tests.printed import without_look_ups
+from tests.under_run import python
 
 # scikit-learn is imported only where it is used: that takes seconds, and pytest reads this file
 # even if none of it runs.
 
-# Only a hang takes this long: two ranks import torch and scikit-learn at the same time on a busy
-# machine.
-_DEADLINE_S = 900.0
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 Columns = dict[str, NDArray[np.int64]]
@@ -29,11 +26,9 @@ Columns = dict[str, NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class Run:
-    """One finished run of the demo's command."""
+    """How the demo's command ended, and the folder of its results."""
 
-    status: int
-    stdout: str
-    stderr: str
+    said: Said
     out: Path
 
     @property
@@ -44,18 +39,14 @@ class Run:
 
 
 def _run_demo(config: Path, out: Path) -> Run:
-    command = [sys.executable, "-m", "objcomm.demo", f"--config={config}", "--nproc=2"]
-    ended = subprocess.run(
-        [*command, f"--out={out}"], capture_output=True, text=True, timeout=_DEADLINE_S, check=False
-    )
-    return Run(ended.returncode, ended.stdout, ended.stderr, out)
+    return Run(python("-m", "objcomm.demo", f"--config={config}", "--nproc=2", f"--out={out}"), out)
 
 
 @pytest.fixture
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Run the demo with the sample config."""
     run = once(tmp_path_factory, "demo", lambda folder: _run_demo(SAMPLE, folder / "out"))
-    assert run.status == 0, run.stderr
+    assert run.said.status == 0, run.said.err
     return run
 
 
@@ -77,9 +68,7 @@ def test_the_matrix_is_that_of_a_single_process(finished: Run, predictions: Colu
 
 
 @pytest.mark.long
-def test_the_predictions_are_of_the_whole_test_set_once(
-    predictions: Columns,
-) -> None:
+def test_the_predictions_are_of_the_whole_test_set_once(predictions: Columns) -> None:
     from sklearn.datasets import load_digits  # noqa: PLC0415  # see above
 
     from objcomm.demo.learning import load_shards  # noqa: PLC0415  # see above
@@ -94,7 +83,7 @@ def test_the_predictions_are_of_the_whole_test_set_once(
 def test_the_table_shows_the_accuracy_of_each_rank_and_of_all(
     finished: Run, predictions: Columns
 ) -> None:
-    lines = [line.split() for line in finished.stdout.splitlines()]
+    lines = [line.split() for line in finished.said.out.splitlines()]
     right = predictions["truth"] == predictions["answer"]
     for rank in (0, 1):
         mine = right[predictions["rank"] == rank]
@@ -116,14 +105,14 @@ def test_the_table_shows_bytes_and_time_of_every_call(finished: Run) -> None:
         assert call["milliseconds"] > 0
         shown = f"{call['sent_nbytes']:,}   {call['milliseconds']:.2f}".split()
         assert [operation, str(call["calls"]), *shown] in [
-            line.split() for line in finished.stdout.splitlines()
+            line.split() for line in finished.said.out.splitlines()
         ]
 
 
 @pytest.mark.long
 def test_rank_0_alone_shows_progress(finished: Run) -> None:
-    assert "training on 2 ranks: 100%" in finished.stderr
-    assert len(re.findall(r"\| 0/\d+ \[", finished.stderr)) == 1  # a single progress bar starts
+    assert "training on 2 ranks: 100%" in finished.said.err
+    assert len(re.findall(r"\| 0/\d+ \[", finished.said.err)) == 1  # a single progress bar starts
 
 
 @pytest.mark.long
@@ -184,20 +173,16 @@ def test_an_unusable_config_ends_all_ranks_with_one_message(
     if content is not None:
         path.write_text(content)
     run = _run_demo(path, tmp_path / "out")
-    assert run.status == 2, run.stderr
-    told = without_look_ups(run.stderr).splitlines()
-    assert len(told) == 1, run.stderr
-    assert told[0].startswith(f"objcomm.demo: cannot use the config {str(path)!r}: ")
-    assert run.stdout == ""
+    assert (run.said.status, run.said.out) == (2, ""), run.said.err
+    (line,) = without_look_ups(run.said.err).splitlines()
+    assert line.startswith(f"objcomm.demo: cannot use the config {str(path)!r}: ")
     assert not run.out.exists()
 
 
 def test_all_missing_packages_are_named_at_once_as_pip_knows_them() -> None:
     program = "import sys; sys.modules.update(sklearn=None, tqdm=None); import objcomm.demo"
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1].endswith(
+    ended = python("-c", program)
+    assert ended.status == 1
+    assert ended.err.splitlines()[-1].endswith(
         "MissingDependencyError: 'sklearn' is not installed; run: pip install scikit-learn tqdm"
     )
