@@ -3,7 +3,6 @@
 import ast
 import doctest
 import inspect
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from objcomm._config import FOREVER_SECONDS, Settings
 from objcomm._failures import mesh
 from objcomm._p2p import mailbox
 from objcomm._wire import failure_message, header
-from tests.doctor.job import clean_environment
+from tests.doctor.job import by_command
 from tests.documented import Block, blocks, documented_modules, examples, run_block, run_examples
 from tests.package.pages import PAGES, programs, steps
 from tests.public_names import FUNCTIONS, PUBLIC
@@ -108,17 +107,10 @@ def test_a_first_page_runs_on_any_number_of_ranks_with_what_it_installs(
             path = path[-1:] if "numpy" in words else path
             continue
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-        done = subprocess.run(
-            [sys.executable, *(launcher if words[0] == "torchrun" else []), words[-1]],
-            env={**clean_environment(), "PYTHONPATH": ":".join(map(str, path))},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=_DEADLINE_S,
-            check=False,
-        )
-        assert done.returncode == 0, f"{words}\n{done.stderr}"
-        assert done.stdout
+        command = [sys.executable, *(launcher if words[0] == "torchrun" else []), words[-1]]
+        done = by_command(command, cwd=tmp_path, PYTHONPATH=":".join(map(str, path)))
+        assert done.status == 0, f"{words}\n{done.err}"
+        assert done.out
 
 
 _STARTS_LIKE_A_SCRIPT = """
@@ -134,14 +126,13 @@ def test_a_block_that_fails_is_reported_with_its_ranks(tmp_path: Path) -> None:
     source, folder = _STARTS_LIKE_A_SCRIPT, str(tmp_path)
     with pytest.raises(pytest.fail.Exception) as caught:
         run_on_fresh_ranks(2, run_block, where="page.md:3", source=source, folder=folder)
-    for told in ("[rank 0]", "[rank 1]", "page.md:3", "NameError: name 'undefined'"):
-        assert told in str(caught.value)
+    for words in ("[rank 0]", "[rank 1]", "page.md:3", "NameError: name 'undefined'"):
+        assert words in str(caught.value)
 
 
 def marks_of_module(name: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.long] * (
-        name == "objcomm._bootstrap.launch"
-    )  # a page's block shows the same
+    """A block of a page shows the same as the examples of ``launch``."""
+    return [pytest.mark.long] * (name == "objcomm._bootstrap.launch")
 
 
 @pytest.mark.parametrize(
