@@ -4,9 +4,7 @@ All run in one process per rank, see ``example_runner``; one also runs as a read
 """
 
 import math
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.doctor.job import LIMIT_S, by_command
 from tests.once import once
 
 # The examples' dependencies are imported only where they are used: that takes seconds, and pytest
@@ -25,10 +24,6 @@ _EXAMPLES = _ROOT / "examples"
 OWN_START = "survive_a_death"  # starts its ranks itself
 NAMES = sorted({path.stem for path in _EXAMPLES.glob("[!_]*.py")} - {OWN_START})
 TIMED = "replace_broadcast_object_list"  # its figures vary between runs
-
-# Only a hang takes this long. Beside 16 other busy processes, two cores took 329 s for
-# examples/survive_a_death.py: it starts seven processes that import torch and scikit-learn.
-_DEADLINE_S = 900.0
 
 #: Number of ranks to start; 0 means without torchrun. Two ranks get unequal shares of the data.
 WORLDS = {f"world{size}": size for size in (0, 1, 2)}
@@ -50,19 +45,10 @@ def command(world_size: int, *program: str) -> list[str]:
 
 def started(arguments: list[str]) -> str:
     """Run a command and return its output; fail if it fails."""
-    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(_ROOT))
-    ended = subprocess.run(
-        arguments,
-        capture_output=True,
-        text=True,
-        timeout=_DEADLINE_S,
-        check=False,
-        env=environment,
-        cwd=_ROOT,
-    )
-    if ended.returncode != 0:
-        raise RuntimeError(f"{arguments} ended with {ended.returncode}\n{ended.stderr[-4000:]}")
-    return ended.stdout
+    ended = by_command(arguments, cwd=_ROOT)
+    if ended.status != 0:
+        raise RuntimeError(f"{arguments} ended with {ended.status}\n{ended.err[-4000:]}")
+    return ended.out
 
 
 def run_all(world_size: int, folder: Path) -> Printed:
@@ -247,7 +233,7 @@ def test_the_notebook_shows_its_actual_output() -> None:
     # Over TCP Jupyter asks for free ports that its kernel takes only a second later.
     chosen = Config(KernelManager={"transport": "ipc"})
     nbclient.NotebookClient(
-        afresh, timeout=_DEADLINE_S, kernel_name="python3", config=chosen
+        afresh, timeout=LIMIT_S, kernel_name="python3", config=chosen
     ).execute()
     assert len(shown(stored)) == 3
     assert shown(afresh) == shown(stored)
