@@ -1,8 +1,6 @@
 """The model of many ranks: its clocks, and that it sends what real ranks send."""
 
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +10,8 @@ from bench.model.meeting import CountingStore, meet_in_model
 from bench.model.operations import OPERATIONS, run
 from bench.model.torch_operations import TORCH_OPERATIONS, run_torch
 from bench.model.world import DeadlockError, Machine, World
+from tests.doctor.job import by_command
 
-_REPOSITORY = Path(__file__).parent.parent
 _MACHINE = Machine(cores=0, near_seconds=1.0, near_rate=10.0, far_seconds=3.0, far_rate=5.0)
 _FREE = Costs(0.0, 0.0, 0.0, 0.0)
 _COSTS = Costs(1e-4, 2e-5, 3e-5, 1e-5)
@@ -28,17 +26,11 @@ def _hosts(size: int, each: int) -> list[int]:
 )
 def test_real_ranks_send_what_the_model_sends(ranks: int, per_host: int) -> None:
     # In a separate process, because it forks the ranks.
-    command = ["bench.model", "check", "--ranks", str(ranks), "--per-host", str(per_host)]
-    done = subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=_REPOSITORY,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "bench.model", "check"]
+    done = by_command([*command, "--ranks", str(ranks), "--per-host", str(per_host)])
+    assert done.status == 0, done.err
     count = len(OPERATIONS)
-    assert f"{count} of {count} send what the model sends" in done.stdout
+    assert f"{count} of {count} send what the model sends" in done.out
 
 
 def _arrivals(world: World, sends: dict[int, list[tuple[int, int]]]) -> list[float]:
