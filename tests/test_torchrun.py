@@ -1,17 +1,12 @@
 """Beyond starting ranks, torchrun restarts them when one has died."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.doctor.job import clean_environment
+from tests.doctor.job import LIMIT_S, by_command
 from tests.hosts import free_port
-
-# Only a hang takes this long. With heavy disk reads, six processes that import torch took three
-# minutes.
-_DEADLINE_S = 900.0
 
 _PROGRAM = """
 import os
@@ -51,16 +46,9 @@ def test_ranks_that_torchrun_starts_again_begin_anew(rendezvous: str, tmp_path: 
     program.write_text(_PROGRAM)
     meeting = f"--master-port={free_port()}" if rendezvous == "static" else "--standalone"
     command = [sys.executable, "-m", "torch.distributed.run", meeting, "--nproc-per-node=3"]
-    done = subprocess.run(
-        [*command, "--max-restarts=1", str(program), str(_DEADLINE_S)],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=_DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "forcefully" not in done.stderr  # SIGTERM has ended each of them, also in survivors
+    done = by_command([*command, "--max-restarts=1", str(program), str(LIMIT_S)])
+    assert done.status == 0, done.err
+    assert "forcefully" not in done.err  # SIGTERM has ended each of them, also in survivors
     # The results are the second attempt's. torch reports one rank of the first attempt, not always
     # the one that ended first.
-    assert done.stdout.splitlines() == ["[(1, 0), (1, 1), (1, 2)]"] * 3
+    assert done.out.splitlines() == ["[(1, 0), (1, 1), (1, 2)]"] * 3
