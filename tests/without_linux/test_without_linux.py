@@ -1,34 +1,25 @@
 """A world of one on a system without Linux; ``sitecustomize`` says what Python lacks there."""
 
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
+from tests.doctor.job import ROOT, by_command
+
 pytestmark = pytest.mark.long  # each starts one or more Pythons, and no other test waits for them
 
 _FOLDER = Path(__file__).parent
-_ROOT = _FOLDER.parents[1]
 
 
-def run(*command: str, statuses: Collection[int] = (0,)) -> str:
+def run(*words: str, statuses: Collection[int] = (0,)) -> str:
     """Return what a Python without Linux prints, including its child processes."""
-    done = subprocess.run(  # our own interpreter, our own text
-        [sys.executable, *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,  # only a hang takes this long
-        cwd=_ROOT,
-        env={**os.environ, "PYTHONPATH": str(_FOLDER)},
-        check=False,
-    )
-    assert done.returncode in statuses, done.stdout
-    return done.stdout
+    done = by_command([sys.executable, *words], cwd=ROOT, PYTHONPATH=str(_FOLDER))
+    printed = done.out + done.err
+    assert done.status in statuses, printed
+    return printed
 
 
 def test_it_lacks_the_features_of_linux() -> None:
@@ -41,18 +32,18 @@ def test_every_public_name_does_what_its_example_shows() -> None:
 
 def test_a_whole_program_runs(tmp_path: Path) -> None:
     run("-m", "tests.without_linux.program", str(tmp_path))
-    told = run("-m", "objcomm", "inspect", str(tmp_path / "rank0.json"))
-    assert "all_gather" in told
-    assert "rank 0" in told
+    printed = run("-m", "objcomm", "inspect", str(tmp_path / "rank0.json"))
+    assert "all_gather" in printed
+    assert "rank 0" in printed
 
 
 def test_the_doctor_reports_the_system_and_finds_no_fault() -> None:
-    told = run("-m", "objcomm", "doctor", statuses=(0, 1))
+    printed = run("-m", "objcomm", "doctor", statuses=(0, 1))
     # The speed of this machine's resolver is not tested.
-    assert set(re.findall(r"(?:WARNING|ERROR) (\S+):", told)) <= {"slow-names"}
-    assert "NOTE system" in told
-    assert "the system is 'darwin', and several ranks have only been tested on Linux" in told
-    assert "shared-memory" not in told
+    assert set(re.findall(r"(?:WARNING|ERROR) (\S+):", printed)) <= {"slow-names"}
+    assert "NOTE system" in printed
+    assert "the system is 'darwin', and several ranks have only been tested on Linux" in printed
+    assert "shared-memory" not in printed
 
 
 @pytest.mark.parametrize("options", [(), ("--report",)], ids=["quiet", "report"])
@@ -65,15 +56,15 @@ def test_an_unchanged_program_runs_alone(tmp_path: Path, options: tuple[str, ...
         "dist.broadcast_object_list(box)\n"
         "print(sys.platform, box, sys.argv[1:])\n"
     )
-    told = run("-m", "objcomm.run", *options, str(program), "--lr", "0.1")
-    assert "darwin ['mine'] ['--lr', '0.1']" in told
-    assert "in place of torch's" in told
-    assert ("slowest lines" in told) == bool(options)
+    printed = run("-m", "objcomm.run", *options, str(program), "--lr", "0.1")
+    assert "darwin ['mine'] ['--lr', '0.1']" in printed
+    assert "in place of torch's" in printed
+    assert ("slowest lines" in printed) == bool(options)
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_launch_runs_processes_and_explains_why_they_cannot_join(nproc: int) -> None:
-    told = run(
+    printed = run(
         "-c",
         f"""if True:
         import sys
@@ -87,5 +78,5 @@ def test_launch_runs_processes_and_explains_why_they_cannot_join(nproc: int) -> 
         assert objcomm.broadcast("alone") == "alone"
         """,
     )
-    assert "torch's Gloo can't be used on this system ('darwin': " in told
-    assert "a world of one needs no backend" in told
+    assert "torch's Gloo can't be used on this system ('darwin': " in printed
+    assert "a world of one needs no backend" in printed
