@@ -1,15 +1,13 @@
 """Train with accelerate, and use it to share settings and collect strings."""
 
-import json
-import statistics
-import sys
-import time
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object, set_seed
 from torch.utils.data import DataLoader, TensorDataset
+
+from tests.programs import timed, write
 
 
 def train(accelerator: Accelerator) -> list[float]:
@@ -38,18 +36,15 @@ def main() -> None:
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
     weights = train(accelerator)
-    times = []
+    times: list[float] = []
     for step in range(30):
-        began = time.perf_counter()
-        (settings,) = broadcast_object_list(
-            [{"step": step, "w": torch.full((1000,), float(rank))}], from_process=1
-        )
-        texts = gather_object([f"text {step} of rank {rank}"] * (rank + 1))
-        joined = accelerator.gather_for_metrics([{"rank": rank}], use_gather_object=True)
-        times.append((time.perf_counter() - began) * 1e3)
-    told = [rank, weights, settings["step"], float(settings["w"].sum()), texts, joined]
-    sys.stdout.write(json.dumps(told) + "\n")
-    sys.stderr.write(f"milliseconds {statistics.median(times):.2f}\n")
+        with timed(times):
+            (settings,) = broadcast_object_list(
+                [{"step": step, "w": torch.full((1000,), float(rank))}], from_process=1
+            )
+            texts = gather_object([f"text {step} of rank {rank}"] * (rank + 1))
+            joined = accelerator.gather_for_metrics([{"rank": rank}], use_gather_object=True)
+    write([rank, weights, settings["step"], float(settings["w"].sum()), texts, joined], times)
     accelerator.end_training()  # this destroys the process group
 
 

@@ -1,10 +1,6 @@
 """Save and load distributed checkpoints, synchronously and in the background."""
 
-import json
-import statistics
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +10,8 @@ from torch.distributed import broadcast_object_list, checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.programs import timed, write
 
 
 def main() -> None:
@@ -30,13 +28,13 @@ def main() -> None:
         sharded = distribute_tensor(weights, mesh, [Shard(0)])
         return {"w": sharded, "bias": torch.full((3,), fill), "step": int(fill), "lr": [fill]}
 
-    times, loaded = [], state(0.0)
+    times: list[float] = []
+    loaded = state(0.0)
     for step in range(10):
-        began = time.perf_counter()
-        checkpoint.save(state(step + 0.5), checkpoint_id=folder / str(step))
-        loaded = state(0.0)
-        checkpoint.load(loaded, checkpoint_id=folder / str(step))
-        times.append((time.perf_counter() - began) * 1e3)
+        with timed(times):
+            checkpoint.save(state(step + 0.5), checkpoint_id=folder / str(step))
+            loaded = state(0.0)
+            checkpoint.load(loaded, checkpoint_id=folder / str(step))
     saving: Any = checkpoint.async_save(state(20.5), checkpoint_id=folder / "background")
     saving.result()
     later = state(0.0)
@@ -52,9 +50,7 @@ def main() -> None:
         [each["w"].full_tensor().tolist(), each["bias"].tolist(), each["step"], each["lr"]]
         for each in (loaded, later)
     ]
-    told = [rank, values, [each.tolist() for each in model.parameters()], files]
-    sys.stdout.write(json.dumps(told) + "\n")
-    sys.stderr.write(f"milliseconds {statistics.median(times):.2f}\n")
+    write([rank, values, [each.tolist() for each in model.parameters()], files], times)
     dist.destroy_process_group()
 
 

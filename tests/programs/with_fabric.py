@@ -1,13 +1,11 @@
 """Train with Lightning Fabric, which starts its second rank itself if no launcher has."""
 
-import json
-import statistics
-import sys
-import time
 from typing import Any
 
 import torch
 from lightning_fabric import Fabric
+
+from tests.programs import timed, write
 
 
 def train(fabric: Fabric) -> list[float]:
@@ -32,16 +30,13 @@ def main() -> None:
     fabric.launch()
     rank = fabric.global_rank
     weights = train(fabric)
-    times = []
+    times: list[float] = []
     settings: dict[str, Any] = {}
     for step in range(30):
-        began = time.perf_counter()
-        settings = fabric.broadcast({"step": step, "w": torch.full((1000,), float(rank))}, src=1)
-        name = fabric.broadcast(f"run of rank {rank}")
-        times.append((time.perf_counter() - began) * 1e3)
-    told = [rank, weights, settings["step"], settings["w"].sum().item(), name]
-    sys.stdout.write(json.dumps(told) + "\n")
-    sys.stderr.write(f"milliseconds {statistics.median(times):.2f}\n")
+        with timed(times):
+            settings = fabric.broadcast({"step": step, "w": torch.full((1000,), float(rank))}, src=1)
+            name = fabric.broadcast(f"run of rank {rank}")
+    write([rank, weights, settings["step"], settings["w"].sum().item(), name], times)
     torch.distributed.destroy_process_group()
 
 

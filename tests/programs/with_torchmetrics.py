@@ -1,9 +1,5 @@
 """Measure with torchmetrics, which synchronizes through a function of the program."""
 
-import json
-import statistics
-import sys
-import time
 from typing import Any
 
 import torch
@@ -11,6 +7,8 @@ import torch.distributed as dist
 from torch.distributed import all_gather_object  # a name that is imported early
 from torchmetrics import CatMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
+
+from tests.programs import timed, write
 
 
 def gather(value: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
@@ -34,22 +32,20 @@ def main() -> None:
         },
         compute_groups=False,
     )
-    times, values = [], {}
+    times: list[float] = []
+    values: dict[str, Any] = {}
     for step in range(30):
         metrics.reset()
         answers = torch.randint(5, (40 + rank,), generator=generator)
         truth = torch.randint(5, (40 + rank,), generator=generator)
         for name, metric in metrics.items():
             metric.update(*([answers] if name == "uneven" else [answers, truth]))
-        began = time.perf_counter()
-        values = metrics.compute()
-        times.append((time.perf_counter() - began) * 1e3)
+        with timed(times):
+            values = metrics.compute()
         assert len(values["uneven"]) == sum(40 + each for each in range(dist.get_world_size())), (
             step
         )
-    told = [rank, {name: value.tolist() for name, value in values.items()}]
-    sys.stdout.write(json.dumps(told) + "\n")
-    sys.stderr.write(f"milliseconds {statistics.median(times):.2f}\n")
+    write([rank, {name: value.tolist() for name, value in values.items()}], times)
     dist.destroy_process_group()
 
 
