@@ -8,6 +8,8 @@ import pytest
 from tests.error_samples import EXAMPLES
 from tests.raised import PAGE, is_in, raised, spans, template, texts, words, written
 
+_PAGE = PAGE.read_text(encoding="utf-8")
+
 # Headings with texts that are logged, or composed from several literals.
 _NOT_RAISED = (
     "its process ended without a report: …",
@@ -30,8 +32,7 @@ _NOT_RAISED = (
 
 
 def test_the_page_is_written_from_the_texts_of_the_code() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == written(page), "run: python -m tests.raised"
+    assert _PAGE == written(_PAGE), "run: python -m tests.raised"
 
 
 def test_a_text_is_completed_and_a_list_is_filled() -> None:
@@ -51,9 +52,8 @@ def test_a_text_is_completed_and_a_list_is_filled() -> None:
 
 
 def test_a_heading_has_a_text_of_the_code() -> None:
-    page = PAGE.read_text(encoding="utf-8")
     known = [*(each.sentence for each in raised()), *_NOT_RAISED]
-    headings = re.findall(r"^#### (`.*`)$", page, re.MULTILINE)
+    headings = re.findall(r"^#### (`.*`)$", _PAGE, re.MULTILINE)
     stale = [
         heading
         for heading in headings
@@ -64,29 +64,28 @@ def test_a_heading_has_a_text_of_the_code() -> None:
 
 
 def test_the_page_has_every_text_that_is_raised() -> None:
-    messages, told = spans(PAGE.read_text(encoding="utf-8")), raised()
+    messages, found = spans(_PAGE), raised()
     missing = [
         f"{each.where}: {each.sentence}"
-        for each in told
+        for each in found
         if not any(is_in(each.sentence, message) for message in messages)
     ]
-    assert told
+    assert found
     assert not missing, "\n".join(missing)
 
 
 @pytest.mark.parametrize("cls", sorted(EXAMPLES, key=str))
 def test_the_page_has_a_heading_for_every_error(cls: type[BaseException]) -> None:
-    page = PAGE.read_text(encoding="utf-8")
     is_base = cls.__name__ in {"ObjcommError", "CodecError"}  # never raised itself
-    assert is_base or re.search(rf"^### {cls.__name__}\b", page, re.MULTILINE)
+    assert is_base or re.search(rf"^### {cls.__name__}\b", _PAGE, re.MULTILINE)
 
 
 def test_the_check_finds_missing_texts() -> None:
-    tree = ast.parse('raise UsageError(f"{name}: give a {kind}, not a {other}; mend it")')
+    tree = ast.parse('raise UsageError(f"{name}: give a {kind}, not a {other}; fix it")')
     ((of, node),) = texts(tree)
     found = template(node)
     assert of == "UsageError"
-    assert found == "…: give a …, not a …; mend it"
-    assert is_in(found, words("…: give a list, not a …; mend it"))
-    assert not is_in(found, words("…: give a list, or a …; mend it"))
+    assert found == "…: give a …, not a …; fix it"
+    assert is_in(found, words("…: give a list, not a …; fix it"))
+    assert not is_in(found, words("…: give a list, or a …; fix it"))
     assert not is_in("not a …, but a …", words("… but a …, not a …"))
