@@ -4,6 +4,8 @@ import os
 import random
 import sys
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -64,29 +66,30 @@ def pass_everywhere() -> None:
     pass
 
 
-def test_a_failure_is_reported_with_its_rank_values_and_output() -> None:
+def failure_of(function: Callable[..., None], **arguments: Any) -> str:
+    """Return the report of two ranks that fail; later tests get a working pool."""
+    run_on_ranks(2, pass_everywhere)  # they reach their wait within the deadline
     with pytest.raises(pytest.fail.Exception) as caught:
-        run_on_ranks(2, fail_on_rank_one, answer=42)
-    text = str(caught.value)
-    assert "[rank 1] " in text
-    assert "[42] == [41]" in text
-    assert "printed before" in text
-    assert "[rank 0]" not in text
+        run_on_ranks(2, function, **arguments)
     run_on_ranks(2, pass_everywhere)
+    return str(caught.value)
+
+
+def test_a_failure_is_reported_with_its_rank_values_and_output() -> None:
+    report = failure_of(fail_on_rank_one, answer=42)
+    assert "[rank 1] " in report
+    assert "[42] == [41]" in report
+    assert "printed before" in report
+    assert "[rank 0]" not in report
 
 
 def test_a_missed_deadline_shows_the_stacks_and_ends_the_pool() -> None:
-    run_on_ranks(2, pass_everywhere)  # rank 0 must reach its wait within the deadline
-    with pytest.raises(pytest.fail.Exception) as caught:
-        run_on_ranks(2, wait_on_rank_zero, deadline=5)
-    assert "[rank 0] hung" in str(caught.value)
-    assert "wait_on_rank_zero" in str(caught.value)
-    run_on_ranks(2, pass_everywhere)
+    report = failure_of(wait_on_rank_zero, deadline=5)
+    assert "[rank 0] hung" in report
+    assert "wait_on_rank_zero" in report
 
 
 def test_an_unexpected_death_is_reported_with_its_exit_code() -> None:
-    with pytest.raises(pytest.fail.Exception) as caught:
-        run_on_ranks(2, exit_on_rank_one)
-    assert "[rank 1] died" in str(caught.value)
-    assert "exit code 7" in str(caught.value)
-    run_on_ranks(2, pass_everywhere)
+    report = failure_of(exit_on_rank_one)
+    assert "[rank 1] died" in report
+    assert "exit code 7" in report
