@@ -303,41 +303,36 @@ def test_a_failure_before_any_transfer_leaves_the_devices_in_step() -> None:
     assert_group_works()
 
 
+#: What allocates memory on the device, the error of a rank that has none left, and its text.
+ALLOCATING: dict[str, tuple[Callable[[list[torch.Tensor]], object], type[Exception], str]] = {
+    "all_reduce": (lambda two: objcomm.all_reduce(two[0], "sum"), torch.OutOfMemoryError, "room"),
+    "broadcast_tensors": (objcomm.models.broadcast_tensors, torch.OutOfMemoryError, "room"),
+    "average_tensors": (objcomm.models.average_tensors, torch.OutOfMemoryError, "room"),
+    **{
+        name: (lambda two, name=name: OPERATIONS[name](two[0]), WireError, "memory")  # type: ignore[misc]  # binds this name
+        for name in ("broadcast", "scatter", "gather", "all_gather", "all_to_all")
+    },
+}
+
+
 @ranks(2, 3, joined=False)
-def test_a_receiver_without_room_on_its_device() -> None:
+def test_a_rank_without_room_on_its_device_fails_before_any_transfer() -> None:
     join()
-    rank, last = objcomm.rank(), objcomm.world_size() - 1
-    mine = torch.full((LARGE,), rank).to("standin")
+    rank, last, at = objcomm.rank(), objcomm.world_size() - 1, device.current_device()
     objcomm.barrier()
-    for name in ("broadcast", "scatter", "gather", "all_gather", "all_to_all"):
-        at = 0 if name == "gather" else last
-        call = functools.partial(OPERATIONS[name], mine)
-        with case(name), device.room(device.current_device(), 9 if rank == at else 1 << 30):
-            calls = len(made())
-            with pytest.raises(WireError if rank == at else CollectiveError, match="no memory"):
-                call()
+    for name, (call, kind, text) in ALLOCATING.items():
+        tensors = [torch.full((20 * LARGE,), rank + 1.0).to("standin") for _ in range(2)]
+        calls = len(made())
+        lacks_room = rank == (0 if name == "gather" else last)
+        # Smaller allocations than this are assumed to succeed.
+        with case(name), device.room(at, LARGE if lacks_room else 1 << 30):
+            with pytest.raises(kind if lacks_room else CollectiveError, match=f"no {text}"):
+                call(tensors)
             assert len(made()) == calls
         with case(name, "once more"):
-            call()
-    assert_group_works()
-
-
-@ranks(2, 3, joined=False)
-def test_a_model_that_can_not_be_packed_on_one_rank() -> None:
-    join()
-    rank, last = objcomm.rank(), objcomm.world_size() - 1
-    # Smaller allocations are assumed to succeed.
-    tensors = [torch.full((4 * LARGE,), float(rank)).to("standin") for _ in range(2)]
-    objcomm.barrier()
-    for call in (objcomm.models.broadcast_tensors, objcomm.models.average_tensors):
-        with case(call.__name__):
-            calls = len(made())
-            with device.room(device.current_device(), 9 if rank == last else 1 << 30):
-                error = torch.OutOfMemoryError if rank == last else CollectiveError
-                with pytest.raises(error, match="no room"):
-                    call(tensors)
-            assert len(made()) == calls
             call(tensors)
+            assert any(objcomm.all_gather(len(made()) > calls))
             assert len({float(each[-1].cpu()) for each in tensors}) == 1
-            assert len(made()) > calls
+    total = objcomm.all_reduce(mine(), "sum")
+    assert int(total[-1].cpu()) == sum(range(last + 1))
     assert_group_works()
