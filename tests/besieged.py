@@ -52,8 +52,8 @@ def main() -> None:
         objcomm.init()
         (folder / f"joined.{objcomm.rank()}").touch()
         is_open = at_once < objcomm.world_size()
-        told = [_turn(is_open=is_open) for _ in range(turns)]
-    (folder / f"told.{objcomm.rank()}").write_text(json.dumps(told))
+        results = [_turn(is_open=is_open) for _ in range(turns)]
+    (folder / f"results.{objcomm.rank()}").write_text(json.dumps(results))
     objcomm.shutdown()
 
 

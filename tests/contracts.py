@@ -294,8 +294,8 @@ def _check_taking(link: Link, ending: Connections, others: list[int]) -> None:
             with pytest.raises(LinkTimeout):
                 ending.take(peer, head_tag(6), time.monotonic() + _MOMENT_SECONDS)
         sent = [ending.send(bytes([each]) * 100, peer, tag) for peer in others for each in range(3)]
-        told = [ending.take(peer, tag, math.inf)[0] for peer in others]
-        assert told == [peer + 1 for peer in others]
+        firsts = [ending.take(peer, tag, math.inf)[0] for peer in others]
+        assert firsts == [peer + 1 for peer in others]
         _meet(link, others)  # the others may have taken one message, but not all
         ending.abort()
         del sent
@@ -415,7 +415,7 @@ def _check_abort(link: Link, ending: Connections, others: list[int]) -> None:
         others: the other ranks.
     """
     awaited = others if ending.rank == 0 else [0]
-    came, told = zip(
+    came, waited = zip(
         *[[ending.recv(_filled(0, 1), peer, head_tag(0)) for _ in range(2)] for peer in awaited],
         strict=True,
     )
@@ -424,7 +424,7 @@ def _check_abort(link: Link, ending: Connections, others: list[int]) -> None:
         *[[ending.send(_filled(0, 1), peer, head_tag(0)) for _ in range(2)] for peer in awaited],
         strict=True,
     )
-    _wait_for_all(ending, [*told, *sent])
+    _wait_for_all(ending, [*waited, *sent])
     pending = [ending.recv(_filled(0, 1), peer, payload_tag(0, 8)) for peer in awaited]
     unasked = [ending.send(_filled(0, _LARGE_NBYTES), peer, payload_tag(0, 9)) for peer in awaited]
     _meet(link, others)

@@ -94,9 +94,9 @@ class Endings:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([asdict(each) for each in programs]) + "\n")
         self._process.stdin.flush()
-        told = self._process.stdout.readline()
-        assert told, "the process has failed; what it wrote is in the captured stderr"
-        return [[Ending(**each) for each in ranks] for ranks in json.loads(told)]
+        line = self._process.stdout.readline()
+        assert line, "the process has failed; what it wrote is in the captured stderr"
+        return [[Ending(**each) for each in ranks] for ranks in json.loads(line)]
 
 
 def run_to_the_end(programs: Sequence[Program]) -> list[list[Ending]]:
@@ -153,7 +153,7 @@ class _Run:
                 self.endings[pid] = os.waitstatus_to_exitcode(status), time.monotonic()
         return len(self.endings) == len(self.pids)
 
-    def told(self) -> list[dict[str, Any]]:
+    def results(self) -> list[dict[str, Any]]:
         """Return how the ranks ended."""
         return [asdict(self._ending(rank, pid)) for rank, pid in enumerate(self.pids)]
 
@@ -186,7 +186,7 @@ def _serve() -> CodeType | None:
                     return code
             under_way = [each for each in under_way if not each.is_over()]
             time.sleep(0.005)
-        sys.stdout.write(json.dumps([each.told() for each in runs]) + "\n")
+        sys.stdout.write(json.dumps([each.results() for each in runs]) + "\n")
         sys.stdout.flush()
     return None
 

@@ -9,8 +9,8 @@ FAILED = RankFailure(
     2, "builtins.ValueError", "no \N{GRINNING FACE}", "Traceback …\nValueError: no"
 )
 EXAMPLES: dict[type[BaseException], tuple[errors.ObjcommError, list[str]]] = {
-    type(error): (error, told)
-    for error, told in (
+    type(error): (error, words)
+    for error, words in (
         (errors.ObjcommError("text"), ["text"]),
         (errors.UsageError("give one root"), ["give one root"]),
         (errors.NotInGroupError("rank 0 is outside"), ["rank 0 is outside"]),

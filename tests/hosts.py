@@ -77,15 +77,15 @@ class _Room:
         """Return the command that runs ``argv`` in the namespaces."""
         return [*self._enter, "--", *argv]
 
-    def run(self, argv: Sequence[str], told: str = "") -> str:
-        """Return the output of a command in the namespaces, which reads ``told`` as its input.
+    def run(self, argv: Sequence[str], stdin: str = "") -> str:
+        """Return the output of a command in the namespaces, with ``stdin`` as its input.
 
         Raises:
             subprocess.CalledProcessError: it failed; ``stderr`` has its output.
         """
         return subprocess.run(
             self.command(argv),
-            input=told,
+            input=stdin,
             capture_output=True,
             text=True,
             check=True,
@@ -189,8 +189,8 @@ class Host:
 
     def carried_nbytes(self) -> tuple[int, int]:
         """Return the bytes that its network card has sent and received since it was created."""
-        (told,) = json.loads(self.run("ip", "-json", "-stats", "link", "show", self.interface))
-        return told["stats64"]["tx"]["bytes"], told["stats64"]["rx"]["bytes"]
+        (link,) = json.loads(self.run("ip", "-json", "-stats", "link", "show", self.interface))
+        return link["stats64"]["tx"]["bytes"], link["stats64"]["rx"]["bytes"]
 
     def reap(self) -> None:
         """Reap the commands that were killed with the host."""

@@ -14,7 +14,7 @@ _ROOT = Path(__file__).parents[1]
 _PACKAGE = _ROOT / "objcomm"
 PAGE = _ROOT / "docs" / "errors.md"
 _GAP = "…"  # varies from case to case, on the page and here
-_TOLD = ("Error", "Timeout", "Position")  # classes whose text a user reads
+_SHOWING = ("Error", "Timeout", "Position")  # ends of the names of classes that show their text
 _FEWEST_WORDS = 2  # shorter texts are names, such as a codec's
 _SPAN = re.compile(r"`([^`\n]+)`")
 _LIST = re.compile(r"(<!-- other texts of (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -42,17 +42,17 @@ def texts(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func).rpartition(".")[2]
-            if name.endswith(_TOLD):
+            if name.endswith(_SHOWING):
                 yield from ((name, each) for each in node.args)
             yield from ((name, each.value) for each in node.keywords if each.arg == "reason")
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "reason":
             yield "", node.value
-        elif isinstance(node, ast.ClassDef) and node.name.endswith(_TOLD):
+        elif isinstance(node, ast.ClassDef) and node.name.endswith(_SHOWING):
             parts = [each for each in ast.walk(node) if isinstance(each, ast.Return)]
             yield from (("", each.value) for each in parts if each.value is not None)
 
 
-class Told(NamedTuple):
+class RaisedText(NamedTuple):
     """A text of the package with gaps: its position, its class, and the whole text."""
 
     where: str
@@ -65,15 +65,15 @@ class Told(NamedTuple):
         return self.text.split("; ")[0]
 
 
-def raised() -> list[Told]:
+def raised() -> list[RaisedText]:
     """List the texts that the package raises."""
     found = []
     for path in sorted(_PACKAGE.rglob("*.py")):
         for of, node in texts(ast.parse(path.read_text(encoding="utf-8"))):
-            told = Told(f"{path.relative_to(_ROOT)}:{node.lineno}", of, template(node))
-            fixed = [word for word in words(told.sentence) if word != _GAP]
+            each = RaisedText(f"{path.relative_to(_ROOT)}:{node.lineno}", of, template(node))
+            fixed = [word for word in words(each.sentence) if word != _GAP]
             if len(fixed) >= _FEWEST_WORDS:
-                found.append(told)
+                found.append(each)
     return found
 
 

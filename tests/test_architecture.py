@@ -113,11 +113,11 @@ def test_a_stranger_can_read_the_tree() -> None:
 def test_the_documentation_shows_the_same_table() -> None:
     text = ARCHITECTURE.read_text(encoding="utf-8")
     rows = [line.split("|") for line in text.splitlines() if re.match(r"\| \d", line)]
-    told = {
+    documented = {
         (int(row[1]), room := row[2].strip(" `"), *(f"{room}.{name}" for name in _names(row[3])))
         for row in rows
     }
-    held = {
+    actual = {
         (
             number,
             room,
@@ -129,7 +129,7 @@ def test_the_documentation_shows_the_same_table() -> None:
         )
         for room, number in FLOOR.items()
     }
-    assert told == held
+    assert documented == actual
 
 
 def _names(cell: str) -> list[str]:

@@ -360,7 +360,7 @@ def test_the_guides_commands_work(tmp_path: Path) -> None:
     guide = Path(__file__).parents[1] / "docs" / "guide" / "multi-host.md"
     text = guide.read_text()
     (script,) = re.findall(r"^```bash \{hosts\}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    (told,) = re.findall(r"^```text\n(rank 0 of 4.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    (shown,) = re.findall(r"^```text\n(rank 0 of 4.*?)^```$", text, re.DOTALL | re.MULTILINE)
     with Hosts(1) as hosts:  # skips if namespaces are unavailable; a host can create its own
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         process = hosts[0].popen(
@@ -374,7 +374,7 @@ def test_the_guides_commands_work(tmp_path: Path) -> None:
         printed, errors = process.communicate(timeout=DEADLINE_S)
     # torchrun's ranks write a line and its end separately, so two lines may be joined.
     lines = re.findall(r"rank \d of \d, \d on this host", printed)
-    assert sorted(lines) == told.splitlines(), errors
+    assert sorted(lines) == shown.splitlines(), errors
 
 
 def test_a_launchers_variables_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,8 +401,8 @@ def test_hosts_reach_each_other_as_their_cables_and_rules_allow() -> None:
             )
             for a, b in pairs
         ]
-        told = [each.communicate(timeout=300)[0] for each in tries]
-        return [pair for pair, text in zip(pairs, told, strict=True) if text]
+        outputs = [each.communicate(timeout=300)[0] for each in tries]
+        return [pair for pair, text in zip(pairs, outputs, strict=True) if text]
 
     everybody = [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
     server = f"import socket, time; s = socket.create_server(('', {_PORT})); time.sleep(600)"

@@ -130,8 +130,8 @@ def test_a_public_name_goes_by_the_package_and_not_by_its_room(name: str) -> Non
 
 def test_an_error_is_printed_by_its_public_name() -> None:
     assert repr(objcomm.CollectiveError) == "<class 'objcomm.CollectiveError'>"
-    told = traceback.format_exception_only(objcomm.UsageError("no"))
-    assert told == ["objcomm.UsageError: no\n"]
+    lines = traceback.format_exception_only(objcomm.UsageError("no"))
+    assert lines == ["objcomm.UsageError: no\n"]
 
 
 def test_pickles_that_name_the_module_of_errors_still_load() -> None:

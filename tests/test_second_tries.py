@@ -62,23 +62,23 @@ def run(folder: Path, *options: str, late: int, wrong: int = 0, unmarked: int = 
 def test_only_timed_tests_get_a_second_try(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    told = run(tmp_path, *options, late=1, wrong=1, unmarked=1)
-    found = re.search(r"=+ (.*) in [\d.]+s", told)
-    assert found, told
-    assert found[1] == "2 failed, 1 passed, 2 first try", told
-    assert "first try of test_sample.py::test_late_once[0]" in told
-    assert "second tries: 2 of at most 3\n" in told
-    assert "assert 0 < 0" in told.split("second try:")[1]
-    assert "FAILED test_sample.py::test_always_wrong[0]" in told
-    assert "FAILED test_sample.py::test_wrong_once[0]" in told
-    assert "exit status 1" in told
+    report = run(tmp_path, *options, late=1, wrong=1, unmarked=1)
+    found = re.search(r"=+ (.*) in [\d.]+s", report)
+    assert found, report
+    assert found[1] == "2 failed, 1 passed, 2 first try", report
+    assert "first try of test_sample.py::test_late_once[0]" in report
+    assert "second tries: 2 of at most 3\n" in report
+    assert "assert 0 < 0" in report.split("second try:")[1]
+    assert "FAILED test_sample.py::test_always_wrong[0]" in report
+    assert "FAILED test_sample.py::test_wrong_once[0]" in report
+    assert "exit status 1" in report
 
 
 @pytest.mark.parametrize(("late", "status"), [pytest.param(3, 0, marks=pytest.mark.long), (4, 1)])
 def test_more_than_three_second_tries_fail_the_run_even_if_all_pass(
     tmp_path: Path, late: int, status: int
 ) -> None:
-    told = run(tmp_path, late=late)
-    assert f" {late} passed" in told, told
-    assert ("too many" in told) == (status == 1)
-    assert f"exit status {status}" in told
+    report = run(tmp_path, late=late)
+    assert f" {late} passed" in report, report
+    assert ("too many" in report) == (status == 1)
+    assert f"exit status {status}" in report

@@ -76,9 +76,9 @@ def work(
     assert [process.returncode for process in processes] == [0] * len(hosts), "\n".join(printed)
     # A failing test shows it, for example why ranks fell back to Gloo.
     sys.stdout.write("\n".join(printed))
-    told = [json.loads(each.read_text()) for each in sorted(folder.glob("told.*"))]
-    assert [len(each) for each in told] == [_TURNS] * _SIZE
-    return [(kind, refused) for each in told for kind, refused in each]
+    results = [json.loads(each.read_text()) for each in sorted(folder.glob("results.*"))]
+    assert [len(each) for each in results] == [_TURNS] * _SIZE
+    return [(kind, refused) for each in results for kind, refused in each]
 
 
 @pytest.mark.parametrize("at_once", [16, 1])
@@ -87,9 +87,9 @@ def test_another_user_of_the_host_gets_nothing_and_forces_nothing(
 ) -> None:
     """Its connections must neither use up a rank's descriptors nor make ranks fall back to Gloo."""
     with Hosts(1) as hosts, intruder(hosts[0], "unix"):
-        told = work(list(hosts), tmp_path, at_once)
-    assert {kind for kind, _ in told} == {"Unix sockets"}
-    assert sum(refused for _, refused in told) > 0
+        results = work(list(hosts), tmp_path, at_once)
+    assert {kind for kind, _ in results} == {"Unix sockets"}
+    assert sum(refused for _, refused in results) > 0
 
 
 @pytest.mark.parametrize("at_once", [16, 1])
@@ -103,16 +103,16 @@ def test_another_hosts_process_gets_nothing_and_forces_nothing(
             intruder(hosts[2], "tcp", ranks[0].address, first, last),
             intruder(hosts[2], "tcp", ranks[1].address, first, last),
         ):
-            told = work(ranks, tmp_path, at_once)
-    assert {kind for kind, _ in told} == {"Unix sockets and TCP"}
-    assert sum(refused for _, refused in told) > 0
+            results = work(ranks, tmp_path, at_once)
+    assert {kind for kind, _ in results} == {"Unix sockets and TCP"}
+    assert sum(refused for _, refused in results) > 0
 
 
 def test_the_first_hosts_ranks_may_know_the_store_as_localhost(tmp_path: Path) -> None:
     """No route leads from there to other networks either: its network cards reveal its address."""
     with Hosts(2) as hosts:
-        told = work(list(hosts), tmp_path, own_master="127.0.0.1")
-    assert {kind for kind, _ in told} == {"Unix sockets and TCP"}
+        results = work(list(hosts), tmp_path, own_master="127.0.0.1")
+    assert {kind for kind, _ in results} == {"Unix sockets and TCP"}
 
 
 def test_hosts_may_meet_over_ipv6(tmp_path: Path) -> None:
@@ -120,8 +120,8 @@ def test_hosts_may_meet_over_ipv6(tmp_path: Path) -> None:
         for number, host in enumerate(hosts, 1):
             address = f"fd00::{number}/64"
             host.run("ip", "address", "add", address, "dev", host.interface, "nodad")
-        told = work(list(hosts), tmp_path, master="fd00::1", own_master="::1")
-    assert {kind for kind, _ in told} == {"Unix sockets and TCP"}
+        results = work(list(hosts), tmp_path, master="fd00::1", own_master="::1")
+    assert {kind for kind, _ in results} == {"Unix sockets and TCP"}
 
 
 def test_cards_that_lead_nowhere_are_passed_over(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_cards_that_lead_nowhere_are_passed_over(tmp_path: Path) -> None:
             host.run("ip", "address", "del", f"{address}/24", "dev", host.interface)
             host.run("ip", "address", "add", "172.17.0.1/16", "dev", host.interface)
             host.run("ip", "address", "add", f"{address}/24", "dev", host.interface)
-        told = work(list(hosts), tmp_path, own_master="127.0.0.1")
-    assert {kind for kind, _ in told} == {"Unix sockets and TCP"}
+        results = work(list(hosts), tmp_path, own_master="127.0.0.1")
+    assert {kind for kind, _ in results} == {"Unix sockets and TCP"}
 
 
 def test_the_intruder_reaches_listeners() -> None:

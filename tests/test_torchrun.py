@@ -30,9 +30,9 @@ if attempt == 0:
             objcomm.survivors()  # waits for rank 2
     signal.pause()  # torchrun ends this rank
 assert objcomm.world_size(objcomm.survivors()) == 3
-told = objcomm.all_gather((attempt, rank))
+attempts = objcomm.all_gather((attempt, rank))
 objcomm.barrier(group=group)
-sys.stdout.write(f"{told}\\n")  # in one piece: three ranks write
+sys.stdout.write(f"{attempts}\\n")  # in one piece: three ranks write
 sys.stdout.flush()
 objcomm.shutdown()
 """

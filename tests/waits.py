@@ -70,8 +70,8 @@ class Slowness:
         return self
 
     def __exit__(self, *_: object) -> None:
-        told, _nothing = self._beside.communicate()
-        self.factor = max(1.0, float(told))
+        printed, _ = self._beside.communicate()
+        self.factor = max(1.0, float(printed))
 
 
 @contextlib.contextmanager

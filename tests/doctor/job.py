@@ -194,5 +194,5 @@ class Findings(dict[str, Any]):
 
 def findings(path: Path) -> Findings:
     """Return the findings of a report."""
-    told = json.loads(path.read_text(encoding="utf-8"))
-    return Findings({each["name"]: each for each in told["findings"]})
+    report = json.loads(path.read_text(encoding="utf-8"))
+    return Findings({each["name"]: each for each in report["findings"]})

@@ -16,13 +16,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "guide" / "faults.md"
 def main() -> None:
     """Run for some ten minutes, or for as long as the chosen operations take."""
 
-    def told(case: Case) -> Outcome:
+    def carry_out_and_print(case: Case) -> Outcome:
         outcome = carry_out(case)
         sys.stderr.write(f"{case.library} {case}: {summary(outcome)}\n")
         return outcome
 
     page = PAGE.read_text()
-    written = table(told, sys.argv[1:], page)
+    written = table(carry_out_and_print, sys.argv[1:], page)
     PAGE.write_text(replaced(page, written))
 
 

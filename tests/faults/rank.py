@@ -127,7 +127,7 @@ def take_part(  # noqa: C901  # one step after another
         while log.exists() and time.monotonic() < until:
             time.sleep(0.05)
 
-    strike = strike_for(case, lambda what: _tell(pipe, what), stay, mesh_sockets, store.port)
+    strike = strike_for(case, lambda what: _report(pipe, what), stay, mesh_sockets, store.port)
     if rank == case.victim:
         _suffer(case, pipe, call, strike)
         del call
@@ -173,7 +173,7 @@ def _meet(case: Case, rank: int, store: dist.Store) -> None:
         wait_until(lambda: store.add("joined", 0) == case.world_size, "all to have joined")
 
 
-def _tell(pipe: Connection, what: str) -> None:
+def _report(pipe: Connection, what: str) -> None:
     pipe.send((what, time.monotonic()))
 
 
@@ -237,7 +237,7 @@ def _suffer(
         or (case.library == "torch" and case.phase is Phase.IN_CALL)
     ):
         if case.fault is Fault.ABSENT:
-            _tell(pipe, "fault")
+            _report(pipe, "fault")
             pipe.recv()
         elif case.fault is not Fault.INTERRUPTED:
             strike()
@@ -269,7 +269,7 @@ def _with_callback(case: Case, strike: Callable[[], None]) -> Any:
 
 def _interrupted(case: Case, pipe: Connection, call: Callable[[], Any]) -> Seen:
     def press() -> None:
-        _tell(pipe, "fault")
+        _report(pipe, "fault")
         os.kill(os.getpid(), signal.SIGINT)
 
     when_main_thread_waits(press)

@@ -139,16 +139,16 @@ class _Run:
     def _take(self, rank: int) -> bool:
         """Receive one report of a rank; return whether more may follow."""
         try:
-            told = self._pipes[rank].recv()
+            report = self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
             return False
-        if isinstance(told, Seen):
-            self.outcome.seen[rank] = told
+        if isinstance(report, Seen):
+            self.outcome.seen[rank] = report
             if self._case.fault is Fault.INTERRUPTED and rank == self._case.victim:
                 for peer in self._case.survivors:
                     self._pipes[peer].send("come")
             return False
-        what, at = told
+        what, at = report
         if what == "fault":
             self.outcome.fault_at = at
             if self._case.fault is Fault.RESUMED:

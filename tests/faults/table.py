@@ -138,13 +138,13 @@ def summary(outcome: Outcome) -> str:
     for rank in outcome.case.living:
         alike[_in_words(outcome, rank)].append(rank)
     everybody = len(alike) == 1
-    told = []
+    parts = []
     for words, ranks in alike.items():
         seconds = [outcome.seconds(rank) for rank in ranks if rank in outcome.seen]
         when = f", {_span(seconds)}" if seconds else ""
         who = "" if everybody else f"{', '.join(map(str, ranks))}: "
-        told.append(f"{who}{words}{when}")
-    return "; ".join(told)
+        parts.append(f"{who}{words}{when}")
+    return "; ".join(parts)
 
 
 def _in_words(outcome: Outcome, rank: int) -> str:

@@ -59,7 +59,7 @@ def _descriptors() -> Iterator[tuple[int, str]]:
 
 def strike_for(
     case: Case,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     stay: Callable[[], None],
     mesh_sockets: set[str],
     store_port: int,
@@ -68,14 +68,14 @@ def strike_for(
 
     Args:
         case: the case.
-        tell: reports that it begins.
+        report: reports that it begins.
         stay: what a forked child does until the case is over.
         mesh_sockets: the sockets between ranks.
         store_port: the store's port, whose connection is left alone.
     """
 
     def strike() -> None:
-        tell("fault")
+        report("fault")
         if case.fault is Fault.KILLED:
             os.kill(os.getpid(), signal.SIGKILL)
         elif case.fault is Fault.EXITS:
@@ -90,7 +90,7 @@ def strike_for(
         elif case.fault in {Fault.STOPPED, Fault.RESUMED, Fault.STORE_STOPPED}:
             # To this thread: a signal to the process may be handled by another thread first.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-            tell("resumed")
+            report("resumed")
 
     return strike
 

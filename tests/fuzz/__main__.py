@@ -95,8 +95,8 @@ class Campaign:
             os.close(reading)
             self._be_child(name, seed, writing)
         os.close(writing)
-        with os.fdopen(reading, "rb") as told:
-            ended = [json.loads(line) for line in told]
+        with os.fdopen(reading, "rb") as results:
+            ended = [json.loads(line) for line in results]
         _, status = os.waitpid(child, 0)
         for accepted, wrong, raw in ended:
             self.accepted[name] += accepted
@@ -113,7 +113,7 @@ class Campaign:
             _limit(resource.RLIMIT_CPU, _BATCH_CPU_SECONDS)
             faulthandler.dump_traceback_later(_BATCH_SECONDS, exit=True)
             chance = random.Random(seed)
-            with os.fdopen(writing, "wb", 0) as telling, self._current.open("wb", 0) as kept:
+            with os.fdopen(writing, "wb", 0) as results, self._current.open("wb", 0) as kept:
                 for _ in range(_BATCH):
                     try:
                         raw = variant(chance, name, chance.choice(self._right[name]))
@@ -124,7 +124,7 @@ class Campaign:
                     kept.write(raw)
                     accepted, wrong = _trial(name, raw, _highest_nbytes())
                     line = json.dumps([accepted, wrong, raw.hex() if wrong else ""])
-                    telling.write(line.encode() + b"\n")
+                    results.write(line.encode() + b"\n")
         except BaseException:  # noqa: BLE001  # the parent sees the status
             traceback.print_exc()
             os._exit(1)

@@ -167,8 +167,7 @@ def _operands() -> list[Any]:
 
 
 def _answers() -> list[Any]:
-    told = [structure for structure, leaves, _ in _operands() if None not in leaves][:3]
-    same, more, _ = told
+    same, more, *_ = [structure for structure, leaves, _ in _operands() if None not in leaves]
     following = ((1, (0, 1, 2)), (3, (0, 1, 2)))
     lacking = (*following, (5, (0, 2)))
     return [
@@ -179,7 +178,7 @@ def _answers() -> list[Any]:
     ]
 
 
-_TOLD: Final[Sequence[Any]] = (
+_ANNOUNCED: Final[Sequence[Any]] = (
     (1, 0, "f" * 32, []),
     ("host", -3, "0" * 32, ["objcomm/1/2"]),
     (None, 0, "", []),
@@ -192,7 +191,7 @@ def seeds(name: str) -> list[bytes]:
         "plain": lambda: [*_seed_objects(), *_over_the_targets_buffer()],
         "operands": _operands,
         "answer": _answers,
-        "word": lambda: list(_TOLD),
+        "word": lambda: list(_ANNOUNCED),
     }
     if name in plain:
         objs = plain[name]()

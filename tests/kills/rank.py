@@ -122,13 +122,13 @@ class _Process:
         ranks = [rank for rank in range(objcomm.world_size()) if rank not in self._lost]
         try:
             group: Any = objcomm.new_group(ranks, timeout=_ANEW_SECONDS)
-            told = objcomm.all_gather(objcomm.rank(), group=group, timeout=_ANEW_SECONDS)
+            gathered = objcomm.all_gather(objcomm.rank(), group=group, timeout=_ANEW_SECONDS)
             large = objcomm.broadcast(
                 bytes(100_000), group_src=len(ranks) - 1, group=group, timeout=_ANEW_SECONDS
             )
         except Exception as error:  # noqa: BLE001  # reported to the parent
             return f"{ranks}: {type(error).__name__}: {error}"
-        return told if len(large) == 100_000 else "wrong"
+        return gathered if len(large) == 100_000 else "wrong"
 
     def die(self, pipe: Connection, killer: "_Killer") -> None:
         """Make the call, unless this process is to be killed before it, and wait for the end."""

@@ -182,9 +182,9 @@ class _Run:
                     )
         survivors = sorted(self._seen)
         found += [
-            f"rank {number} of the world: the new group gave {told!r}"
-            for number, told in self._anew.items()
-            if told != survivors
+            f"rank {number} of the world: the new group gave {result!r}"
+            for number, result in self._anew.items()
+            if result != survivors
         ]
         return found
 
@@ -196,13 +196,13 @@ class _Run:
             self._processes[number].join(PATIENCE_S)
             code = self._processes[number].exitcode
             raise _BrokenOffError(
-                f"rank {number} of the world: {code} {self._told(number)}"
+                f"rank {number} of the world: {code} {self._log_of(number)}"
             ) from None
         os.kill(self._pid(number), signal.SIGUSR1)
         time.sleep(_STACKS_SECONDS)
-        raise _BrokenOffError(f"rank {number} of the world does not answer {self._told(number)}")
+        raise _BrokenOffError(f"rank {number} of the world does not answer {self._log_of(number)}")
 
-    def _told(self, number: int) -> str:
+    def _log_of(self, number: int) -> str:
         return self._logs[number].read_text(errors="replace")[-3000:]
 
     def _pid(self, number: int) -> int:

@@ -24,7 +24,7 @@ def test_survivors_of_a_kill_anywhere_name_it_within_2_s_and_go_on() -> None:
         while time.monotonic() < until:
             yield drawn(source)
 
-    found = {str(trial): told for trial, told in side_by_side(trials(), _BESIDE) if told}
+    found = {str(trial): broken for trial, broken in side_by_side(trials(), _BESIDE) if broken}
     assert not found, f"seed {seed}"
 
 

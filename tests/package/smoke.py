@@ -20,9 +20,9 @@ def main() -> None:
         raise AssertionError(f"{origin} was imported, which is not what was installed")
     if metadata.version("objcomm") != objcomm.__version__:
         raise AssertionError("the metadata has another version than the module")
-    told = objcomm.launch(greet, 2, {"lr": 0.1})
-    if told != [(0, {"lr": 0.1}), (1, {"lr": 0.1})]:
-        raise AssertionError(f"two ranks got {told}")
+    results = objcomm.launch(greet, 2, {"lr": 0.1})
+    if results != [(0, {"lr": 0.1}), (1, {"lr": 0.1})]:
+        raise AssertionError(f"two ranks got {results}")
     for command in (["-m", "objcomm"], [str(Path(sys.executable).with_name("objcomm"))]):
         commands = printed(*command, "--help")
         if "inspect" not in commands:

@@ -164,13 +164,13 @@ class _Place:
         while sum(1 for _ in self.folder.glob(f"{point}.*")) < wanted:
             time.sleep(_PAUSE_S)
 
-    def tell(self, name: str) -> None:
+    def mark(self, name: str) -> None:
         """Write the current time."""
         partial = self.folder / f"partial {name}"
         partial.write_text(repr(time.monotonic()), encoding="ascii")
         partial.replace(self.folder / name)
 
-    def told(self, name: str) -> float:
+    def time_of(self, name: str) -> float:
         """Wait for the time to be written, and return it."""
         while not (self.folder / name).exists():
             time.sleep(_PAUSE_S)
@@ -210,11 +210,11 @@ def faults(place: _Place) -> dict[str, Heard]:
 
     if is_it["killed"]:
         place.come("killing")
-        place.tell("killed at")
+        place.mark("killed at")
         os.kill(os.getpid(), signal.SIGKILL)
     (place.folder / f"killing.{place.rank}").touch()
     last = functools.partial(objcomm.barrier, timeout=_LIMIT_S)
-    heard["killed"] = heard_in(last, lambda: place.told("killed at"))
+    heard["killed"] = heard_in(last, lambda: place.time_of("killed at"))
     return heard
 
 

@@ -265,9 +265,9 @@ def _split(turn: Turn, party: Party) -> Any:
     if not turn.group.number:  # the parts of other groups would outlive them
         group = objcomm.split(_color(turn, party.rank), group=group)
     mine = (party.rank, turn.object_of(party.rank))
-    told = dict(objcomm.all_gather(mine, group=group, codec=turn.codecs[party.rank]))
+    gathered = dict(objcomm.all_gather(mine, group=group, codec=turn.codecs[party.rank]))
     wanted = _color(turn, party.rank)
-    return [told[rank] for rank in sorted(told) if _color(turn, rank) == wanted]
+    return [gathered[rank] for rank in sorted(gathered) if _color(turn, rank) == wanted]
 
 
 def _of_color(turn: Turn, rank: int) -> Any:
