@@ -178,9 +178,9 @@ def outages(steps: Steps) -> None:
     # Not the default of a minute: the system retries less and less often, so on a busy machine,
     # where the cable is unplugged for some seconds longer, a limit of 6 s may pass without a retry.
     objcomm.configure(lost_after=60.0, everywhere=True)
-    group = _met(steps, "mended")
-    step("mended", lambda: same(objcomm.broadcast(large, group=group)))
-    step("mended: after", lambda: objcomm.barrier(group=group))
+    group = _met(steps, "restored")
+    step("restored", lambda: same(objcomm.broadcast(large, group=group)))
+    step("restored: after", lambda: objcomm.barrier(group=group))
     steps.reach("end")
 
 

@@ -240,14 +240,14 @@ class Hosts:
     def __iter__(self) -> Iterator[Host]:
         return iter(self._hosts)
 
-    def cut(self, number: int) -> None:
+    def unplug(self, number: int) -> None:
         """Unplug a host's cable: everything that it sends and that is sent to it is lost.
 
         Nothing reports it: a connection notices by its own timeouts, if it has any.
         """
         self._switch.ip(f"link set port{number} down")
 
-    def mend(self, number: int) -> None:
+    def plug_in(self, number: int) -> None:
         """Plug the cable in again."""
         self._switch.ip(f"link set port{number} up")
 

@@ -50,7 +50,7 @@ class ExitsWhenShown(Exception):
         raise SystemExit(3)
 
 
-def in_a_circle() -> Exception:
+def in_a_cycle() -> Exception:
     """Return one of two exceptions that are each other's cause."""
     first, second = LookupError("first"), LookupError("second")
     first.__cause__, second.__cause__ = second, first
@@ -65,5 +65,5 @@ INDESCRIBABLE = {
     "OfASilentClass": OfASilentClass,
     "OfNoModule": OfNoModule,
     "ExitsWhenShown": ExitsWhenShown,
-    "LookupError": in_a_circle,
+    "LookupError": in_a_cycle,
 }

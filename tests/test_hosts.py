@@ -150,27 +150,27 @@ def _two(folder: Path) -> Finished:
         job = Job(hosts, "two", 2, folder)
         carried = _calls(job)
 
-        job.at("first use", hosts.cut, 1)
-        job.at("first used", hosts.mend, 1)
+        job.at("first use", hosts.unplug, 1)
+        job.at("first used", hosts.plug_in, 1)
 
-        job.at("waiting", hosts.cut, 1)
-        job.at("waited", hosts.mend, 1)
+        job.at("waiting", hosts.unplug, 1)
+        job.at("waited", hosts.plug_in, 1)
 
-        job.at("idle", hosts.cut, 1)
+        job.at("idle", hosts.unplug, 1)
         job.reached("was idle")
         time.sleep(2 * LOST_AFTER_S)
-        hosts.mend(1)
+        hosts.plug_in(1)
         job.go("was idle")
 
-        job.at("computing", hosts.cut, 1)
-        job.at("computed", hosts.mend, 1)
+        job.at("computing", hosts.unplug, 1)
+        job.at("computed", hosts.plug_in, 1)
 
-        _cut_under_way(job, "sending")
-        job.at("sent", hosts.mend, 1)
+        _unplug_under_way(job, "sending")
+        job.at("sent", hosts.plug_in, 1)
 
-        _cut_under_way(job, "mended")
+        _unplug_under_way(job, "restored")
         time.sleep(AWAY_S)
-        hosts.mend(1)
+        hosts.plug_in(1)
 
         _pass(job, "end")
         return Finished([host.name for host in hosts], job.results(), carried)
@@ -190,7 +190,7 @@ def _four(folder: Path) -> Finished:
         return Finished([host.name for host in hosts], job.results(), carried)
 
 
-def _cut_under_way(job: Job, point: str) -> None:
+def _unplug_under_way(job: Job, point: str) -> None:
     """Pull the cable once a tenth of a large payload has left the first host."""
     job.reached(point)
     job.hosts.limit(1, _SLOW_MBIT)
@@ -198,7 +198,7 @@ def _cut_under_way(job: Job, point: str) -> None:
     job.go(point)
     tenth = before + LARGE_NBYTES // 10
     job.wait(lambda: job.hosts[0].carried_nbytes()[0] > tenth, f"a tenth of what is {point}")
-    job.hosts.cut(1)
+    job.hosts.unplug(1)
     job.hosts.limit(1, _MBIT)
 
 
@@ -309,9 +309,9 @@ def test_a_host_that_is_lost_during_a_transfer_is_named(two: Finished) -> None:
 
 
 def test_a_network_that_is_back_soon_was_only_slow(two: Finished) -> None:
-    assert two.all_gave("mended: before") == [[0, 1, 2, 3]] * 4
-    assert two.all_gave("mended") == [True] * 4
-    assert two.all_gave("mended: after") == [None] * 4
+    assert two.all_gave("restored: before") == [[0, 1, 2, 3]] * 4
+    assert two.all_gave("restored") == [True] * 4
+    assert two.all_gave("restored: after") == [None] * 4
 
 
 def test_before_the_first_use_a_time_limit_names_a_lost_host(two: Finished) -> None:
@@ -413,9 +413,9 @@ def test_hosts_reach_each_other_as_their_cables_and_rules_allow() -> None:
         hosts.part(1, 2)
         assert reached() == [(0, 1), (0, 2), (1, 0), (2, 0)]
         hosts.join(1, 2)
-        hosts.cut(0)
+        hosts.unplug(0)
         assert reached() == [(1, 2), (2, 1)]
-        hosts.mend(0)
+        hosts.plug_in(0)
         wait_until(lambda: reached() == everybody, "all cables")
         assert hosts[0].run("hostname").strip() == hosts[0].name != socket.gethostname()
         stays = ["setsid", "sh", "-c", "echo here && exec sleep 600"]

@@ -96,11 +96,11 @@ def test_a_backend_that_fails_on_one_rank(fault: str) -> None:
     rank = objcomm.rank()
     given = mine()
     at = device.current_device()
-    for name, who in itertools.product(names, (0, objcomm.world_size() - 1)):
-        with case(name, who):
+    for name, culprit in itertools.product(names, (0, objcomm.world_size() - 1)):
+        with case(name, culprit):
             before = device.memory_allocated(at)
             objcomm.barrier(group=group)
-            if rank == who:
+            if rank == culprit:
                 journal().interrupt("", act, at_wait=at_wait)
             error: TransportError | CollectiveError | None = None
             try:
@@ -112,7 +112,7 @@ def test_a_backend_that_fails_on_one_rank(fault: str) -> None:
                 error = error_in(CollectiveError, lambda: objcomm.barrier(group=group))
             assert said in str(error)
             if fault != "other order":  # there, the first rank to notice has failed
-                assert isinstance(error, TransportError) == (rank == who)
+                assert isinstance(error, TransportError) == (rank == culprit)
             assert not isinstance(error, TransportError) or error.peers == ()
             assert_next_call_works(group)
             error = None
