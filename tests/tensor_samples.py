@@ -108,16 +108,12 @@ def _seeded(cls: type[torch.nn.Module], *args: int) -> torch.nn.Module:
         return cls(*args)
 
 
-def _result_of_a_graph() -> torch.Tensor:
-    return torch.ones(3, requires_grad=True) * 2
-
-
 def _made_in_inference_mode() -> torch.Tensor:
     with torch.inference_mode():
         return torch.arange(3.0)
 
 
-plain("tensor with a graph", _result_of_a_graph)
+plain("tensor with a graph", lambda: torch.ones(3, requires_grad=True) * 2)
 plain("tensor made in inference mode", _made_in_inference_mode)
 
 
