@@ -67,13 +67,13 @@ def test_the_others_raise_and_name_it_and_a_new_group_works(case: Case) -> None:
                 assert outcome.seen[rank].error == "returned", outcome.seen[rank]
             else:
                 _check_error(outcome, rank)
+        members = case.survivors
         if case.is_between_two:
             _check_that_the_others_talk(outcome)
-        elif case.is_apart:
-            _check_that_the_others_make_a_group(outcome)
         else:
-            _check_that_the_group_is_broken(outcome)
-        members = case.survivors
+            # The victim is in no list of the members of a new group, so no rank waits for it.
+            later = str(members) if case.is_apart else "BrokenGroupError"
+            assert [outcome.later[rank][0] for rank in members] == [later] * len(members)
         anew = [members, 100_000] if len(members) == 1 else [members, members, 100_000]
         assert outcome.anew == dict.fromkeys(members, anew), ends
     if slowness is not None:
@@ -157,17 +157,6 @@ def _late(outcome: Outcome) -> set[int]:
     began = {rank: outcome.seen[rank].began for rank in case.survivors}
     half = limit_of(case, is_patient=str(case) not in _TIMED) / 2
     return {rank for rank in began if began[rank] - min(began.values()) > half}
-
-
-def _check_that_the_group_is_broken(outcome: Outcome) -> None:
-    for rank in outcome.case.survivors:
-        assert outcome.later[rank][0] == "BrokenGroupError"
-
-
-def _check_that_the_others_make_a_group(outcome: Outcome) -> None:
-    """The victim is on no list any more, so no rank waits for it."""
-    for rank in outcome.case.survivors:
-        assert outcome.later[rank][0] == str(outcome.case.survivors)
 
 
 def _check_durations(outcome: Outcome, factor: float) -> None:
