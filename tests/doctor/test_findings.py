@@ -31,13 +31,6 @@ def with_version(rank: int, package: str, version: str) -> Evidence:
     return with_one(rank, versions=tuple({**dict(report(0).versions), package: version}.items()))
 
 
-def with_all(**changes: Any) -> Evidence:
-    """Return a job in which every rank has the changes."""
-    whole = evidence()
-    reports = {rank: replace(each, **changes) for rank, each in whole.reports.items()}
-    return replace(whole, reports=reports)
-
-
 def unreached(whole: Evidence, *pairs: tuple[int, int], problem: str = "no answer") -> Evidence:
     """Return the same job with some ranks unreachable."""
     made = {
@@ -110,9 +103,11 @@ def test_an_unreachable_rendezvous_is_the_only_finding() -> None:
 
 @pytest.mark.parametrize(("devices", "severity"), [((), "WARNING"), (("H200",), "ERROR")])
 def test_one_local_rank_for_two_ranks_of_a_host(devices: tuple[str, ...], severity: str) -> None:
-    whole = with_all(devices=devices)
-    shared = replace(whole.reports[1], local_rank=0)
-    found = only(replace(whole, reports={**whole.reports, 1: shared}), "local-rank", 0, 1)
+    local_ranks = [0, 0, 2, 3]
+    reports = [
+        report(rank, rank // 2, local_rank=local_ranks[rank], devices=devices) for rank in range(4)
+    ]
+    found = only(evidence(*reports), "local-rank", 0, 1)
     assert found.severity.name == severity
 
 
