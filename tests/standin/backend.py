@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,20 +34,6 @@ _ALL_CAME = "all came"
 _GLOO_LIMIT = timedelta(seconds=300)
 
 
-class Interruption(NamedTuple):
-    """Something to do in a call of the backend.
-
-    Attributes:
-        operation: the name of the ``Backend`` method; empty for any.
-        act: called on the calling thread; may raise, wait, or end the process.
-        at_wait: whether to act when the call's work is waited for, instead of before any transfer.
-    """
-
-    operation: str
-    act: Callable[[], object]
-    at_wait: bool
-
-
 class Journal:
     """What one process has done over its backends, oldest first, and what is to happen in them.
 
@@ -59,22 +45,28 @@ class Journal:
     def __init__(self) -> None:
         self.made: list[str] = []
         self.communicators: list[Backend] = []
-        self._interruptions: list[Interruption] = []
+        self._interruptions: list[tuple[str, Callable[[], object], bool]] = []
 
     def interrupt(
         self, operation: str, act: Callable[[], object], *, at_wait: bool = False
-    ) -> Interruption:
-        """Act once in the next call of an operation; see ``Interruption``."""
-        interruption = Interruption(operation, act, at_wait)
-        self._interruptions.append(interruption)
-        return interruption
+    ) -> None:
+        """Interrupt the next call of an operation, once.
 
-    def happen(self, operation: str, *, at_wait: bool) -> None:
-        """Do what is to happen in a call."""
+        Args:
+            operation: the name of the ``Backend`` method; empty for any.
+            act: called on the calling thread; may raise, wait, or end the process.
+            at_wait: whether to act when the call's work is waited for, instead of before any
+                transfer.
+        """
+        self._interruptions.append((operation, act, at_wait))
+
+    def act(self, operation: str, *, at_wait: bool) -> None:
+        """Do what interrupts a call."""
         for each in self._interruptions:
-            if each.operation in {"", operation} and each.at_wait is at_wait:
+            name, act, is_at_wait = each
+            if name in {"", operation} and is_at_wait is at_wait:
                 self._interruptions.remove(each)
-                each.act()
+                act()
                 return
 
 
@@ -219,8 +211,8 @@ class Backend:
             self._device = self._device or tensor.device
             if tensor.device != self._device:
                 raise RuntimeError(f"{operation}: a tensor on {tensor.device}, not {self._device}")
-        device.launch(f"{device.NAME}::{operation}", reads, [])
-        journal().happen(operation, at_wait=False)
+        device.all_devices().launch(f"{device.NAME}::{operation}", reads, [])
+        journal().act(operation, at_wait=False)
         what = f"{flat.numel()} of {flat.dtype}, {what}"
         journal().made.append(f"{operation}: {what}")
         whose = "-".join(map(str, sorted(ranks))) or "all"
@@ -268,21 +260,21 @@ class Backend:
         """Mark the tensors as written on the backend's stream, so that other streams must wait."""
         own = self._stream
         own.wait_stream(device.current_stream(own.device_index))
-        device.launch(f"{device.NAME}::{operation} done", [], writes, own)
-        return Work(own, functools.partial(journal().happen, operation, at_wait=True))
+        device.all_devices().launch(f"{device.NAME}::{operation} done", [], writes, own)
+        return Work(own, functools.partial(journal().act, operation, at_wait=True))
 
 
 class Work(dist._Work):
     """One call of the backend; ``wait`` makes the current stream wait, like NCCL's."""
 
-    def __init__(self, own: device.Stream, happen: Callable[[], None]) -> None:
+    def __init__(self, own: device.Stream, act: Callable[[], None]) -> None:
         super().__init__()
         self._own = own
-        self._happen = happen
+        self._act = act
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: ARG002  # torch's signature
         """Let nothing queued from now on begin before it has ended."""
-        self._happen()
+        self._act()
         device.wait_for(self._own)
         return True
 

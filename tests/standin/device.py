@@ -130,7 +130,7 @@ class Stream(torch.Stream):
     """A new queue of the device ``index``; as a context, the current one in a block."""
 
     def __new__(cls, index: int | None = None, *, number: int | None = None) -> Self:
-        devices = _devices()
+        devices = all_devices()
         at = current_device() if index is None else index
         if number is None:
             devices.contexts.add(at)
@@ -143,22 +143,22 @@ class Stream(torch.Stream):
 
     def __enter__(self) -> Self:
         before = (current_device(), current_stream(self.device_index))
-        _devices().here.entered.append(before)
+        all_devices().here.entered.append(before)
         set_stream(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        index, stream = _devices().here.entered.pop()
+        index, stream = all_devices().here.entered.pop()
         set_stream(stream)
         set_device(index)
 
     def wait_stream(self, other: torch.Stream) -> None:
         """Let what is queued here from now on begin after everything queued on ``other``."""
-        _devices().order(_key(other), _key(self))
+        all_devices().order(_key(other), _key(self))
 
     def synchronize(self) -> None:
         """Wait on the CPU for everything queued here."""
-        _devices().finish(_key(self))
+        all_devices().finish(_key(self))
 
     def query(self) -> bool:
         """Return True: everything queued is done already."""
@@ -306,7 +306,8 @@ class _Devices:
 
 
 @functools.cache
-def _devices() -> _Devices:
+def all_devices() -> _Devices:
+    """Return the devices of this process."""
     return _Devices()
 
 
@@ -314,18 +315,27 @@ def _key(stream: torch.Stream) -> _Key:
     return stream.device_index, stream.stream_id
 
 
+# The kernels of torch's operators. Those with their own signature concern memory; all others are
+# the CPU's, applied to the bytes in CPU memory.
+
+
 def _empty(
     size: Sequence[int],
-    dtype: torch.dtype | None,
-    index: int | None,
     stride: Sequence[int] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **_: object,
 ) -> torch.Tensor:
     """Return a tensor that callers must treat as uninitialized."""
     dtype = dtype or torch.get_default_dtype()
-    like = torch.empty_strided(size, stride, dtype=dtype, device="meta") if stride else None
-    like = torch.empty(size, dtype=dtype, device="meta") if like is None else like
+    if stride:
+        like = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+    else:
+        like = torch.empty(size, dtype=dtype, device="meta")
+    index = None if device is None else device.index
     nbytes = like.untyped_storage().nbytes()
-    flat = _devices().allocate(nbytes, current_device() if index is None else index)
+    flat = all_devices().allocate(nbytes, current_device() if index is None else index)
     return _alias(flat.view(dtype), like.size(), like.stride(), 0)
 
 
@@ -339,38 +349,13 @@ def _alias(
     return made
 
 
-# The kernels of torch's operators. Those with their own signature concern memory; all others are
-# the CPU's, applied to the bytes in CPU memory.
-
-
-def _empty_memory_format(
-    size: Sequence[int],
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **_: object,
-) -> torch.Tensor:
-    return _empty(size, dtype, device.index if device else None)
-
-
-def _empty_strided(
-    size: Sequence[int],
-    stride: Sequence[int],
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **_: object,
-) -> torch.Tensor:
-    return _empty(size, dtype, device.index if device else None, stride)
-
-
 def _copy_from(
     tensor: torch.Tensor,
     into: torch.Tensor,
     non_blocking: bool = False,  # noqa: FBT001, FBT002  # torch's signature
 ) -> torch.Tensor:
     """Copy explicitly: the only way for bytes to leave a device or get there."""
-    devices = _devices()
+    devices = all_devices()
     there = [each for each in (tensor, into) if each.device.type == NAME]
     reads = [tensor] if tensor.device.type == NAME else []
     name = f"copy from {tensor.device.type} to {into.device.type}"
@@ -390,13 +375,13 @@ def _refused(tensor: torch.Tensor, *_: object) -> Any:
 
 def _resize(tensor: torch.Tensor, size: Sequence[int], **_: object) -> torch.Tensor:
     """Give it new memory without the old content: torch resizes only what it then fills."""
-    tensor.data = _empty(size, tensor.dtype, tensor.device.index)
+    tensor.data = _empty(size, dtype=tensor.dtype, device=tensor.device)
     return tensor
 
 
 def _by_the_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run any other operator."""
-    devices = _devices()
+    devices = all_devices()
     leaves, structure = pytree.tree_flatten((args, kwargs))
     tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
     mine = [each for each in tensors if each.device.type == NAME]
@@ -437,7 +422,7 @@ def _lifted(
     device: torch.device | None,
 ) -> torch.Tensor:
     """Move a CPU kernel's result to the device: an argument, a view of one, or a new tensor."""
-    devices = _devices()
+    devices = all_devices()
     for original in mine:
         if beside[id(original)] is result:
             if result.size() != original.size():
@@ -452,7 +437,7 @@ def _lifted(
                 whole = _alias(original, (content.numel() // original.itemsize,), (1,), 0)
                 whole = whole.view(result.dtype)
             return _alias(whole, result.size(), result.stride(), int(result.storage_offset()))
-    made = _empty(result.size(), result.dtype, device.index if device else None, result.stride())
+    made = _empty(result.size(), result.stride(), dtype=result.dtype, device=device)
     devices.content(made).copy_(result)
     devices.wrote(made)
     return made
@@ -463,8 +448,8 @@ def _lifted(
 
 def current_device() -> int:
     """Return this thread's current device index; initializes the device, as in torch."""
-    _devices().is_initialized = True
-    return _devices().here.index
+    all_devices().is_initialized = True
+    return all_devices().here.index
 
 
 def set_device(device: torch.device | str | int) -> None:
@@ -472,13 +457,13 @@ def set_device(device: torch.device | str | int) -> None:
     index = device if isinstance(device, int) else torch.device(device).index
     if not 0 <= index < COUNT:
         raise RuntimeError(f"there is no {NAME}:{index}, only {COUNT} devices")
-    _devices().is_initialized = True
-    _devices().here.index = index
+    all_devices().is_initialized = True
+    all_devices().here.index = index
 
 
 def current_stream(index: int | None = None) -> torch.Stream:
     """Return the stream on which this thread queues operations of a device."""
-    devices = _devices()
+    devices = all_devices()
     at = current_device() if index is None else index
     devices.is_initialized = True
     return devices.here.streams.get(at) or Stream(at, number=0)
@@ -486,7 +471,7 @@ def current_stream(index: int | None = None) -> torch.Stream:
 
 def set_stream(stream: torch.Stream) -> None:
     """Make a stream current on its device, and that device current, as torch does."""
-    _devices().here.streams[stream.device_index] = stream
+    all_devices().here.streams[stream.device_index] = stream
     set_device(stream.device_index)
 
 
@@ -497,7 +482,7 @@ def stream(stream: Stream | None) -> contextlib.AbstractContextManager[object]:
 
 def synchronize(index: int | None = None) -> None:
     """Wait for all streams of a device."""
-    _devices().finish_all(current_device() if index is None else index)
+    all_devices().finish_all(current_device() if index is None else index)
 
 
 def is_available() -> bool:
@@ -512,12 +497,12 @@ def device_count() -> int:
 
 def is_initialized() -> bool:
     """Return whether this process has used a device, or asked which is current."""
-    return _devices().is_initialized or bool(_devices().contexts)
+    return all_devices().is_initialized or bool(all_devices().contexts)
 
 
 def memory_allocated(index: int) -> int:
     """Return the bytes in use on a device."""
-    return _devices().in_use(index)
+    return all_devices().in_use(index)
 
 
 def _is_in_bad_fork() -> bool:
@@ -533,55 +518,45 @@ def manual_seed_all(_seed: int) -> None:
 
 def contexts() -> set[int]:
     """Return the devices that this process has used, whether for memory or for a stream."""
-    return set(_devices().contexts)
+    return set(all_devices().contexts)
 
 
 def allocations(index: int) -> int:
     """Return the total number of allocations on a device."""
-    return _devices().allocated[index]
+    return all_devices().allocated[index]
 
 
 def queued() -> list[Queued]:
     """Return what was queued since the last call, oldest first."""
-    noted = list(_devices().queued)
-    _devices().queued.clear()
+    noted = list(all_devices().queued)
+    all_devices().queued.clear()
     return noted
 
 
 @contextlib.contextmanager
 def left_alone(stream: torch.Stream) -> Iterator[None]:
     """Fail whatever queues on a stream in the block, waits for it, or lets it wait."""
-    _devices().busy.add(_key(stream))
+    all_devices().busy.add(_key(stream))
     yield
-    _devices().busy.discard(_key(stream))
+    all_devices().busy.discard(_key(stream))
 
 
 @contextlib.contextmanager
 def room(index: int, nbytes: int) -> Iterator[None]:
     """Let a device allocate only this many bytes more in the block."""
-    _devices().room[index] = memory_allocated(index) + nbytes
+    all_devices().room[index] = memory_allocated(index) + nbytes
     yield
-    del _devices().room[index]
+    del all_devices().room[index]
 
 
 def content(tensor: torch.Tensor) -> torch.Tensor:
     """Return a CPU tensor over a device tensor's bytes, as the backend uses it."""
-    return _devices().content(tensor)
-
-
-def launch(
-    name: str,
-    reads: Sequence[torch.Tensor],
-    writes: Sequence[torch.Tensor],
-    on: torch.Stream | None = None,
-) -> None:
-    """Queue a step of the backend; see ``_Devices.launch``."""
-    _devices().launch(name, reads, writes, on)
+    return all_devices().content(tensor)
 
 
 def wait_for(other: torch.Stream) -> None:
     """Let the current stream wait for another one of its device."""
-    _devices().order(_key(other), _key(current_stream(other.device_index)))
+    all_devices().order(_key(other), _key(current_stream(other.device_index)))
 
 
 class _Guard(torch._C._acc.DeviceGuard):
@@ -597,7 +572,7 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
         return True
 
     def has_primary_context(self, index: int) -> bool:
-        return index in _devices().contexts
+        return index in all_devices().contexts
 
 
 @functools.cache
@@ -637,8 +612,8 @@ def _register_kernels() -> tuple[torch.library.Library, torch.library.Library]:
     """Return the libraries to keep, because deleting a library removes its kernels."""
     aten, all_others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     for name, kernel in {
-        "empty.memory_format": _empty_memory_format,
-        "empty_strided": _empty_strided,
+        "empty.memory_format": _empty,
+        "empty_strided": _empty,
         "_copy_from": _copy_from,
         "_copy_from_and_resize": _copy_from,
         "_local_scalar_dense": _refused,
