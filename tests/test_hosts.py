@@ -59,7 +59,8 @@ class Job:
 
     def reached(self, point: str) -> None:
         """Wait until every rank has reached a point."""
-        self.wait(lambda: all(self._path(f"{point}.{rank}") for rank in range(self.size)), point)
+        marks = [self._folder / f"{point}.{rank}" for rank in range(self.size)]
+        self.wait(lambda: all(mark.exists() for mark in marks), point)
 
     def at(self, point: str, change: Callable[..., None], *arguments: float) -> None:
         """Change something while every rank waits at a point."""
@@ -79,9 +80,6 @@ class Job:
     def _kept(self) -> tuple["Results", ...]:
         files = sorted(self._folder.glob("result.*"))
         return tuple(Results(*pickle.loads(each.read_bytes())) for each in files)  # noqa: S301  # our own
-
-    def _path(self, name: str) -> bool:
-        return (self._folder / name).exists()
 
     def wait(self, is_so: Callable[[], bool], what: str) -> None:
         """Wait for something that must happen; if it does not, show the ranks' output."""
