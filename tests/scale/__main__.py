@@ -20,12 +20,10 @@ def main(hosts: int, ranks: int) -> None:
     slowest = max(each.first_seconds for each in seen.values())
     print(f"the first call took {slowest:.2f} s")
     print(f"wrong: {sorted({name for each in seen.values() for name in each.wrong}) or 'nothing'}")
-    for name in ("sockets", "descriptors", "threads", "private_nbytes"):
-        of_each = [getattr(each, name) for each in seen.values()]
-        print(
-            f"{name}: rank 0 {of_each[0]}, median {statistics.median(of_each):.0f}, "
-            f"most {max(of_each)}"
-        )
+    for name in seen[0].more:
+        of_each = [each.more[name] for each in seen.values()]
+        median = statistics.median(of_each)
+        print(f"{name}: rank 0 {of_each[0]}, median {median:.0f}, most {max(of_each)}")
     for name, rank in faulty(hosts * ranks).items():
         print(f"{name}: rank {rank}")
         _show([each.heard[name] for at, each in seen.items() if at != rank], rank)

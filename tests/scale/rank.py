@@ -1,5 +1,6 @@
 """One rank of ``tests.scale``; it writes its results to a folder that all hosts share."""
 
+import contextlib
 import functools
 import os
 import pickle
@@ -47,19 +48,14 @@ class Seen(NamedTuple):
     Attributes:
         first_seconds: duration of ``init`` and the first barrier.
         wrong: the operations that returned a wrong result.
-        sockets: number opened since objcomm's first call.
-        descriptors: the same for open files.
-        threads: the same for threads.
-        private_nbytes: the same for its private memory.
+        more: the sockets, open files, threads and private bytes of memory since objcomm's first
+            call.
         heard: what it noticed of each fault.
     """
 
     first_seconds: float
     wrong: tuple[str, ...]
-    sockets: int
-    descriptors: int
-    threads: int
-    private_nbytes: int
+    more: dict[str, int]
     heard: dict[str, Heard]
 
 
@@ -129,26 +125,21 @@ def heard_in(call: Callable[[], object], since: Callable[[], float]) -> Heard:
     return Heard("", (), "", time.monotonic() - since())
 
 
-def open_files() -> tuple[int, int]:
-    """Count this process's open sockets, and its open files of all kinds."""
+def held() -> dict[str, int]:
+    """Count what this process holds of the system."""
     names = []
     for each in Path("/proc/self/fd").iterdir():
-        try:
+        with contextlib.suppress(OSError):  # the descriptor of this listing
             names.append(str(each.readlink()))
-        except OSError:  # the descriptor of this listing
-            continue
-    return sum(name.startswith("socket:") for name in names), len(names)
-
-
-def threads() -> int:
-    """Count this process's threads."""
-    return sum(1 for _ in Path("/proc/self/task").iterdir())
-
-
-def private_nbytes() -> int:
-    """Return the bytes of memory that only this process has."""
-    lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
-    return sum(int(each.split()[1]) << 10 for each in lines if each.startswith("Private_Dirty"))
+    memory = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return {
+        "sockets": sum(name.startswith("socket:") for name in names),
+        "descriptors": len(names),
+        "threads": sum(1 for _ in Path("/proc/self/task").iterdir()),
+        "private_nbytes": sum(
+            int(each.split()[1]) << 10 for each in memory if each.startswith("Private_Dirty")
+        ),
+    }
 
 
 class _Place:
@@ -236,17 +227,15 @@ def run(folder: Path, rank: int, size: int) -> None:
     limit = timedelta(seconds=_LIMIT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
     dist.barrier()
-    sockets, descriptors, running, nbytes = *open_files(), threads(), private_nbytes()
+    before = held()
     began = time.monotonic()
     objcomm.init()
     objcomm.barrier(timeout=_LIMIT_S)
     first_seconds = time.monotonic() - began
     wrong = wrong_operations(rank, size)
-    now = *open_files(), threads(), private_nbytes()
-    before = sockets, descriptors, running, nbytes
-    more = [after - earlier for after, earlier in zip(now, before, strict=True)]
+    more = {name: count - before[name] for name, count in held().items()}
     heard = faults(_Place(folder, rank, size))
-    seen = Seen(first_seconds, tuple(wrong), more[0], more[1], more[2], more[3], heard)
+    seen = Seen(first_seconds, tuple(wrong), more, heard)
     partial = folder / f"partial seen {rank}"
     partial.write_bytes(pickle.dumps(seen))
     partial.replace(folder / f"seen.{rank}")
