@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import shutil
 import signal
 import tempfile
 import time
@@ -72,17 +71,16 @@ def carry_out(case: Case, *, is_patient: bool = False) -> Outcome:
         case: what to run.
         is_patient: wait longer for answers than the package does; durations mean nothing then.
     """
-    folder = Path(tempfile.mkdtemp(prefix="objcomm-faults-"))
-    run = _Run(case, folder, is_patient=is_patient)
-    try:
-        run.connect()
-        run.collect()
-        if case.library == "objcomm":
-            run.continue_with_survivors()
-        return run.outcome
-    finally:
-        run.end()
-        shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="objcomm-faults-") as folder:
+        run = _Run(case, Path(folder), is_patient=is_patient)
+        try:
+            run.connect()
+            run.collect()
+            if case.library == "objcomm":
+                run.continue_with_survivors()
+        finally:
+            run.end()
+    return run.outcome
 
 
 class _Run:

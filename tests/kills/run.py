@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import tempfile
 import time
@@ -31,20 +30,19 @@ def carry_out(trial: Trial) -> list[str]:
     Returns:
         One line for each broken promise.
     """
-    folder = Path(tempfile.mkdtemp(prefix="objcomm-kills-"))
-    run = _Run(trial, folder)
-    try:
-        with Slowness() as slowness:
-            run.connect()
-            run.kill()
-            run.call_again()
-        run.begin_anew()
-        return run.judge(slowness.factor)
-    except _BrokenOffError as broken_off:
-        return [str(broken_off), *run.judge(1.0)]
-    finally:
-        run.end()
-        shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="objcomm-kills-") as folder:
+        run = _Run(trial, Path(folder))
+        try:
+            with Slowness() as slowness:
+                run.connect()
+                run.kill()
+                run.call_again()
+            run.begin_anew()
+            return run.judge(slowness.factor)
+        except _BrokenOffError as broken_off:
+            return [str(broken_off), *run.judge(1.0)]
+        finally:
+            run.end()
 
 
 class _BrokenOffError(Exception):
