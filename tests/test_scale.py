@@ -92,25 +92,15 @@ def test_a_deadlock_in_the_model_ends_the_run() -> None:
         world.run(lambda rank: world.wait(rank, world.recv(rank, 1 - rank, 0)))
 
 
-def test_the_error_of_a_rank_ends_others_that_ask_again_and_again() -> None:
-    world = World([0, 0], _MACHINE)
-
-    def on_rank(rank: int) -> None:
-        if rank == 1:
-            raise KeyError(rank)
-        while True:
-            world.ask(rank, 1.0)
-
-    with pytest.raises(KeyError):
-        world.run(on_rank)
-
-
-def test_the_error_of_a_rank_is_raised() -> None:
+@pytest.mark.parametrize("does_ask", [False, True], ids=["wait", "ask again and again"])
+def test_the_error_of_a_rank_is_raised_whatever_others_do(*, does_ask: bool) -> None:
     world = World([0, 0], _MACHINE)
 
     def on_rank(rank: int) -> None:
         if rank == 1:
             raise ValueError("of rank 1")
+        while does_ask:
+            world.ask(rank, 1.0)
         world.wait(rank, world.recv(rank, 1, 0))
 
     with pytest.raises(ValueError, match="of rank 1"):
