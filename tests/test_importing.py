@@ -1,6 +1,4 @@
-"""The cost and needs of the import: what it loads, what may be missing, and how a program ends."""
-
-from pathlib import Path
+"""The cost and needs of the import: what it loads, and what may be missing."""
 
 import pytest
 
@@ -219,26 +217,3 @@ def test_a_torch_without_distributed_serves_a_world_of_one() -> None:
         assert torch.equal(objcomm.from_tensor(objcomm.to_tensor(mine))["w"], mine["w"])
         """
     )
-
-
-def test_a_program_that_used_a_group_ends_by_itself(tmp_path: Path) -> None:
-    printed = run_python(
-        f"""
-        import torch.distributed as dist, objcomm, threading, os
-        store = dist.FileStore({str(tmp_path / "store")!r}, 2)
-        child = os.fork()
-        dist.init_process_group("gloo", store=store, rank=int(child == 0), world_size=2)
-        def background():
-            with objcomm.lane("side"):
-                objcomm.all_gather(bytes(100_000))
-        assert objcomm.all_gather(objcomm.rank()) == [0, 1]
-        thread = threading.Thread(target=background)
-        thread.start()
-        objcomm.barrier()
-        thread.join()
-        if child:
-            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        # Neither destroys its group: many programs do not.
-        """
-    )
-    assert printed.split()[-1:] == ["0"]

@@ -9,7 +9,7 @@ from tests.printed import without_gloo
 from tests.under_run import python
 
 # Each job has two to four processes, which take most of a second to end.
-_QUICK = ["traffic", "large work in flight"]
+_QUICK = ["traffic", "large work in flight", "works", "lane"]
 _LONG = [event for event in EVENTS if event not in _QUICK]
 
 
