@@ -430,10 +430,7 @@ def test_an_object_larger_than_a_chunk_is_refused_and_the_next_one_is_sent() -> 
 
 @pytest.mark.usefixtures("_never_waits")
 def test_a_reader_of_a_ring_that_has_spun_long_enough_sleeps() -> None:
-    with (
-        _ring(1, spin_seconds=0.0) as (_, reader),
-        pytest.raises(_MustWaitError, match="sleep"),
-    ):
+    with _ring(1, spin_seconds=0.0) as (_, reader), pytest.raises(_MustWaitError, match="sleep"):
         reader.read(0)
 
 

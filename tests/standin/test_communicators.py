@@ -16,12 +16,7 @@ from tests.group.helpers import assert_group_works, error_in, hear, say, tell_al
 from tests.ranks import ranks
 from tests.standin import device
 from tests.standin.backend import Backend, journal
-from tests.standin.test_faults import (
-    assert_next_call_works,
-    group_that_has_met,
-    mine,
-    refuse,
-)
+from tests.standin.test_faults import assert_next_call_works, group_that_has_met, mine, refuse
 from tests.standin.worlds import assert_aborted, assert_is_free, join
 from tests.waits import PATIENCE_S, wait_until
 
