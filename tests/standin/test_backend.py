@@ -7,16 +7,14 @@ import torch
 import torch.distributed as dist
 
 from tests.group.helpers import hear, say
-from tests.ranks import ranks
 from tests.standin import device
 from tests.standin.backend import journal
 from tests.standin.device import Stream
-from tests.standin.worlds import join, joined_by, made
+from tests.standin.worlds import joined_by, made, on_devices
 
 
-@ranks(1, 2, 4, joined=False)
+@on_devices(1, 2, 4)
 def test_tensors_on_devices_use_the_backend_and_others_use_gloo() -> None:
-    join()
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
     assert group is not None
@@ -48,9 +46,8 @@ def test_tensors_on_devices_use_the_backend_and_others_use_gloo() -> None:
     assert len(made()) == (5 if rank < 2 <= size else 4)
 
 
-@ranks(2, joined=False)
+@on_devices(2)
 def test_it_insists_on_its_device_its_stream_and_the_same_order() -> None:
-    join()
     rank, group = dist.get_rank(), dist.group.WORLD
     assert group is not None
     backend = joined_by()
@@ -81,9 +78,8 @@ def test_it_insists_on_its_device_its_stream_and_the_same_order() -> None:
     backend.broadcast(mine, 0).wait()
 
 
-@ranks(2, joined=False)
+@on_devices(2)
 def test_it_fails_and_stalls_on_demand() -> None:
-    join()
     rank, backend = dist.get_rank(), joined_by()
     mine = torch.ones(4).to("standin")
 

@@ -13,17 +13,15 @@ from objcomm import CollectiveError, TransportError, TransportTimeout
 from objcomm._world import communicator
 from tests.cases import case
 from tests.group.helpers import assert_group_works, error_in, hear, say, tell_all
-from tests.ranks import ranks
 from tests.standin import device
 from tests.standin.backend import Backend, journal
 from tests.standin.test_faults import assert_next_call_works, group_that_has_met, mine, refuse
-from tests.standin.worlds import assert_aborted, assert_is_free, join
+from tests.standin.worlds import assert_aborted, assert_is_free, on_devices
 from tests.waits import PATIENCE_S, wait_until
 
 
-@ranks(2, joined=False, disposable=True)
+@on_devices(2, disposable=True)
 def test_a_limit_that_passes_while_a_communicator_is_created() -> None:
-    join()
     group, given, rank = group_that_has_met(), mine(), objcomm.rank()
     at, before = device.current_device(), device.memory_allocated(device.current_device())
     is_over = threading.Event()
@@ -44,9 +42,8 @@ def test_a_limit_that_passes_while_a_communicator_is_created() -> None:
     assert_next_call_works(group_that_has_met())
 
 
-@ranks(2, joined=False, disposable=True)
+@on_devices(2, disposable=True)
 def test_a_limit_ends_a_transfer_on_the_callers_own_thread() -> None:
-    join()
     group, given = group_that_has_met(), mine()
     if objcomm.rank():
         journal().interrupt("", lambda: hear("raised"))
@@ -58,9 +55,8 @@ def test_a_limit_ends_a_transfer_on_the_callers_own_thread() -> None:
     say("raised")
 
 
-@ranks(2, joined=False)
+@on_devices(2)
 def test_a_backend_that_can_not_be_aborted_is_left() -> None:
-    join()
     group = group_that_has_met()
     abort = Backend.abort
     ended: list[Any] = []
@@ -82,9 +78,8 @@ def test_a_backend_that_can_not_be_aborted_is_left() -> None:
     assert_group_works()
 
 
-@ranks(2, 3, joined=False)
+@on_devices(2, 3)
 def test_failures_leave_no_threads_and_no_memory() -> None:
-    join()
     group, given, size = group_that_has_met(), mine(), objcomm.world_size()
     at = device.current_device()
     before = device.memory_allocated(at)
@@ -103,9 +98,8 @@ def test_failures_leave_no_threads_and_no_memory() -> None:
     assert len(journal().communicators) == 3 * size + 1
 
 
-@ranks(2, joined=False, disposable=True)
+@on_devices(2, disposable=True)
 def test_a_group_that_is_destroyed_during_a_transfer_ends_it_on_all_ranks() -> None:
-    join()
     group, given, rank = group_that_has_met(), mine(), objcomm.rank()
     threads = []
 
@@ -125,9 +119,8 @@ def test_a_group_that_is_destroyed_during_a_transfer_ends_it_on_all_ranks() -> N
     assert_aborted([0], of=1)
 
 
-@ranks(2, joined=False)
+@on_devices(2)
 def test_a_failure_of_one_group_leaves_the_transfer_of_another() -> None:
-    join()
     one, two = group_that_has_met(), group_that_has_met()
     rank, given, at = objcomm.rank(), mine(), device.current_device()
     has_begun, is_over = threading.Event(), threading.Event()

@@ -22,10 +22,16 @@ from objcomm import BrokenGroupError, CollectiveError, TransportError, Transport
 from tests.cases import case
 from tests.group.helpers import assert_group_works, error_in, hear, say, tell_all
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
-from tests.ranks import ranks
 from tests.standin import device
 from tests.standin.backend import journal
-from tests.standin.worlds import assert_aborted, assert_is_free, join, joined_by, made, own_device
+from tests.standin.worlds import (
+    assert_aborted,
+    assert_is_free,
+    joined_by,
+    made,
+    on_devices,
+    own_device,
+)
 from tests.waits import PATIENCE_S, wait_until, within
 
 LARGE = 100_000  # elements, so that the member does not fit into the window
@@ -86,10 +92,9 @@ FAULTS = {
 }
 
 
-@ranks(2, 3, joined=False)
+@on_devices(2, 3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_backend_that_fails_on_one_rank(fault: str) -> None:
-    join()
     act, at_wait, names = FAULTS[fault]
     said = "different calls" if fault == "other order" else "unhandled system error"
     group = group_that_has_met()
@@ -120,10 +125,9 @@ def test_a_backend_that_fails_on_one_rank(fault: str) -> None:
     assert_group_works()
 
 
-@ranks(2, 3, joined=False, disposable=True)
+@on_devices(2, 3, disposable=True)
 @pytest.mark.parametrize("at_wait", [False, True], ids=["in the call", "in its wait"])
 def test_a_limit_ends_a_call_whose_backend_stalls(*, at_wait: bool) -> None:
-    join()
     rank, last = objcomm.rank(), objcomm.world_size() - 1
     is_over, given = threading.Event(), mine()
     at = device.current_device()
@@ -152,10 +156,9 @@ def test_a_limit_ends_a_call_whose_backend_stalls(*, at_wait: bool) -> None:
     assert_is_free(at, before)
 
 
-@ranks(3, joined=False, expect_dead={1})
+@on_devices(3, expect_dead={1})
 @pytest.mark.parametrize("name", CALLS)
 def test_a_rank_that_dies_in_the_middle(name: str) -> None:
-    join()
     group = group_that_has_met()
     given = mine()
     if objcomm.rank() == 1:
@@ -179,10 +182,9 @@ def test_a_rank_that_dies_in_the_middle(name: str) -> None:
 
 
 @pytest.mark.timed
-@ranks(2, joined=False, expect_dead={1})
+@on_devices(2, expect_dead={1})
 @pytest.mark.parametrize("name", ["broadcast", "all_gather", "all_reduce of a tree"])
 def test_a_death_in_a_transfer_is_raised_within_two_seconds(name: str) -> None:
-    join()
     group, given = group_that_has_met(), mine()
     if objcomm.rank():
         journal().interrupt("", lambda: os._exit(1))
@@ -192,9 +194,8 @@ def test_a_death_in_a_transfer_is_raised_within_two_seconds(name: str) -> None:
     assert error.peers == (1,)
 
 
-@ranks(2, joined=False, expect_dead={1})
+@on_devices(2, expect_dead={1})
 def test_a_death_that_the_backend_notices_first() -> None:
-    join()
     group = group_that_has_met()
     given = mine()
     other = os.pidfd_open(objcomm.all_gather(os.getpid())[1])
@@ -208,9 +209,8 @@ def test_a_death_that_the_backend_notices_first() -> None:
     assert error.peers == (1,)
 
 
-@ranks(2, joined=False)
+@on_devices(2)
 def test_an_asynchronous_call_fails_like_any_other() -> None:
-    join()
     group = group_that_has_met()
     if objcomm.is_main():
         journal().interrupt("broadcast", refuse)
@@ -219,9 +219,8 @@ def test_an_asynchronous_call_fails_like_any_other() -> None:
     assert_next_call_works(group)
 
 
-@ranks(2, joined=False)
+@on_devices(2)
 def test_lanes_and_the_programs_own_calls_need_no_common_order() -> None:
-    join()
     group = group_that_has_met()
     rank, at, given = objcomm.rank(), device.current_device(), mine()
     own = torch.full((5,), rank).to("standin")
@@ -257,9 +256,8 @@ def test_lanes_and_the_programs_own_calls_need_no_common_order() -> None:
     assert len(journal().communicators) == 2
 
 
-@ranks(2, joined=False, disposable=True)
+@on_devices(2, disposable=True)
 def test_ctrl_c_ends_a_wait_on_the_device() -> None:
-    join()
     group, given = group_that_has_met(), mine()
     if objcomm.rank():
         journal().interrupt("broadcast", lambda: hear("interrupted"))
@@ -282,9 +280,8 @@ def test_ctrl_c_ends_a_wait_on_the_device() -> None:
     say("interrupted")
 
 
-@ranks(2, 3, joined=False)
+@on_devices(2, 3)
 def test_a_failure_before_any_transfer_leaves_the_devices_in_step() -> None:
-    join()
     rank, last = objcomm.rank(), objcomm.world_size() - 1
     mine = torch.full((LARGE,), rank).to("standin")
     objcomm.barrier()
@@ -315,9 +312,8 @@ ALLOCATING: dict[str, tuple[Callable[[list[torch.Tensor]], object], type[Excepti
 }
 
 
-@ranks(2, 3, joined=False)
+@on_devices(2, 3)
 def test_a_rank_without_room_on_its_device_fails_before_any_transfer() -> None:
-    join()
     rank, last, at = objcomm.rank(), objcomm.world_size() - 1, device.current_device()
     objcomm.barrier()
     for name, (call, kind, text) in ALLOCATING.items():

@@ -11,15 +11,14 @@ import objcomm
 from objcomm import CollectiveError
 from tests.cases import case
 from tests.group.helpers import assert_group_works
-from tests.ranks import ranks
 from tests.same import assert_same
 from tests.standin import device
 from tests.standin.worlds import (
     copies,
     devices_in,
     fetched,
-    join,
     made,
+    on_devices,
     over_the_devices_only,
     own_device,
 )
@@ -34,9 +33,8 @@ def network() -> torch.nn.Module:
     )
 
 
-@ranks(1, 2, 3, 4, joined=False)
+@on_devices(1, 2, 3, 4)
 def test_a_model_learns_as_it_does_on_the_cpu() -> None:
-    join()
     device.set_device(0)  # torch's autograd knows no other device written in Python
     rank, size = objcomm.rank(), objcomm.world_size()
     torch.manual_seed(rank)
@@ -69,9 +67,8 @@ def test_a_model_learns_as_it_does_on_the_cpu() -> None:
     assert_group_works()
 
 
-@ranks(2, 3, joined=False)
+@on_devices(2, 3)
 def test_gradients_are_averaged_on_the_devices() -> None:
-    join()
     rank, size = objcomm.rank(), objcomm.world_size()
     parameters = [torch.nn.Parameter(torch.ones(each).to("standin")) for each in (3, LARGE, 0, 40)]
     for at, parameter in enumerate(parameters[:-1]):
@@ -91,9 +88,8 @@ def test_gradients_are_averaged_on_the_devices() -> None:
     assert_group_works()
 
 
-@ranks(2, 3, joined=False)
+@on_devices(2, 3)
 def test_tensors_are_changed_in_place() -> None:
-    join()
     rank, size = objcomm.rank(), objcomm.world_size()
     elsewhere = torch.device("standin", (device.current_device() + 1) % device.COUNT)
     tensors = {
@@ -123,9 +119,8 @@ def test_tensors_are_changed_in_place() -> None:
     assert_group_works()
 
 
-@ranks(1, 2, 3, 4, joined=False)
+@on_devices(1, 2, 3, 4)
 def test_trees_are_combined_on_the_devices_and_as_on_the_cpu() -> None:
-    join()
     rank, size = objcomm.rank(), objcomm.world_size()
     generator = torch.Generator().manual_seed(rank)
     tree: dict[str, Any] = {
@@ -158,9 +153,8 @@ def test_trees_are_combined_on_the_devices_and_as_on_the_cpu() -> None:
     assert_group_works()
 
 
-@ranks(2, 3, joined=False)
+@on_devices(2, 3)
 def test_both_kinds_of_device_in_one_tree_and_a_group_without_a_backend() -> None:
-    join()
     rank, size = objcomm.rank(), objcomm.world_size()
     tree = {
         "there": torch.full((LARGE,), float(rank)).to("standin"),
@@ -183,9 +177,8 @@ def test_both_kinds_of_device_in_one_tree_and_a_group_without_a_backend() -> Non
     assert_group_works()
 
 
-@ranks(2, joined=False)
+@on_devices(2)
 def test_calls_in_the_background_combine_on_the_callers_stream() -> None:
-    join()
     rank = objcomm.rank()
     mine = torch.full((LARGE,), float(rank)).to("standin")
     side = device.Stream()

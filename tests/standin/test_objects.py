@@ -9,7 +9,6 @@ import objcomm
 from tests.cases import case
 from tests.group.helpers import assert_group_works
 from tests.group.operations import MESSAGES, OBJECT_OPERATIONS, OPERATIONS
-from tests.ranks import ranks
 from tests.same import assert_same
 from tests.standin import device
 from tests.standin.worlds import (
@@ -17,8 +16,8 @@ from tests.standin.worlds import (
     copies,
     devices_in,
     fetched,
-    join,
     made,
+    on_devices,
     own_device,
     sent_nbytes,
 )
@@ -56,9 +55,8 @@ def assert_arrived(got: Any, seed: int) -> None:
     assert got["transposed"].stride() == (1, LARGE // 100)
 
 
-@ranks(2, joined=False)
+@on_devices(2)
 def test_a_subclass_arrives_on_the_receivers_device_or_where_it_asks_for_it() -> None:
-    join()
     for numel in (3, LARGE):
         mine = torch.arange(numel).to(own_device()).as_subclass(Labelled)
         mine.label = "from rank 1"
@@ -71,9 +69,8 @@ def test_a_subclass_arrives_on_the_receivers_device_or_where_it_asks_for_it() ->
                 assert torch.equal(got.as_subclass(torch.Tensor).cpu(), torch.arange(numel))
 
 
-@ranks(1, 2, 3, 4, joined=False)
+@on_devices(1, 2, 3, 4)
 def test_members_go_from_device_to_device() -> None:
-    join()
     rank, size = objcomm.rank(), objcomm.world_size()
     mine = weights(own_device(), rank)
     for codec in ("pickle", "msgpack"):
@@ -98,9 +95,8 @@ def test_members_go_from_device_to_device() -> None:
     assert_group_works()
 
 
-@ranks(2, 3, joined=False)
+@on_devices(2, 3)
 def test_no_large_member_touches_the_cpu() -> None:
-    join()
     mine = torch.full((LARGE,), objcomm.rank()).to("standin")
     objcomm.barrier()
     for name in OBJECT_OPERATIONS:
@@ -118,9 +114,8 @@ def test_no_large_member_touches_the_cpu() -> None:
             assert_group_works()
 
 
-@ranks(2, 3, joined=False)
+@on_devices(2, 3)
 def test_a_thousand_small_tensors_take_one_copy_or_few_transfers() -> None:
-    join()
     rank, size = objcomm.rank(), objcomm.world_size()
     state = {f"w{at}": torch.full((1_024,), float(at + rank)).to("standin") for at in range(1_000)}
     objcomm.barrier()
@@ -155,9 +150,8 @@ ALL_OPERATIONS = {
 }
 
 
-@ranks(2, 3, joined=False)
+@on_devices(2, 3)
 def test_small_tensors_take_one_copy_for_each_message_of_every_operation() -> None:
-    join()
     rank, size = objcomm.rank(), objcomm.world_size()
     state = {f"w{at}": torch.full((3,), float(at + rank)).to("standin") for at in range(40)}
     objcomm.barrier()
@@ -177,9 +171,8 @@ def test_small_tensors_take_one_copy_for_each_message_of_every_operation() -> No
     assert_group_works()
 
 
-@ranks(2, 3, joined=False)
+@on_devices(2, 3)
 def test_a_call_on_one_stream_leaves_the_others_alone() -> None:
-    join()
     rank = objcomm.rank()
     mine = {
         "large": torch.full((LARGE,), float(rank)).to("standin"),
@@ -205,9 +198,8 @@ def test_a_call_on_one_stream_leaves_the_others_alone() -> None:
     assert_group_works()
 
 
-@ranks(2, 3, joined=False)
+@on_devices(2, 3)
 def test_messages_between_two_ranks_carry_them_too() -> None:
-    join()
     rank, size = objcomm.rank(), objcomm.world_size()
     mine = weights(own_device(), rank)
     for name, call in MESSAGES.items():
@@ -230,9 +222,8 @@ def test_messages_between_two_ranks_carry_them_too() -> None:
     assert_group_works()
 
 
-@ranks(2, 3, joined=False)
+@on_devices(2, 3)
 def test_a_member_on_another_than_the_current_device_arrives_on_the_current_one() -> None:
-    join()
     rank, size = objcomm.rank(), objcomm.world_size()
     elsewhere = torch.device("standin", (device.current_device() + 1) % device.COUNT)
     mine = {"a": torch.full((LARGE,), rank).to(elsewhere), "b": torch.ones(3).to(elsewhere)}
@@ -252,9 +243,8 @@ def test_a_member_on_another_than_the_current_device_arrives_on_the_current_one(
     assert_group_works()
 
 
-@ranks(2, 3, joined=False)
+@on_devices(2, 3)
 def test_device_brings_members_to_the_cpu_or_takes_them_over_the_devices() -> None:
-    join()
     rank, size = objcomm.rank(), objcomm.world_size()
     mine = weights(own_device(), rank)
     for root in range(size):
@@ -282,9 +272,8 @@ def test_device_brings_members_to_the_cpu_or_takes_them_over_the_devices() -> No
     assert_group_works()
 
 
-@ranks(2, 3, joined=False)
+@on_devices(2, 3)
 def test_groups_with_and_without_a_backend_for_the_device() -> None:
-    join()
     rank, size = objcomm.rank(), objcomm.world_size()
     mine = weights(own_device(), rank)
     last_two = [size - 2, size - 1]
@@ -313,9 +302,8 @@ def test_groups_with_and_without_a_backend_for_the_device() -> None:
     assert_group_works()
 
 
-@ranks(2, joined=False)
+@on_devices(2, backends="gloo")
 def test_a_world_of_gloo_takes_them_through_the_cpu() -> None:
-    join("gloo")
     mine = weights(own_device(), objcomm.rank())
     for sender, each in enumerate(objcomm.all_gather(mine)):
         assert_arrived(each, sender)
@@ -326,9 +314,8 @@ def test_a_world_of_gloo_takes_them_through_the_cpu() -> None:
     assert_group_works()
 
 
-@ranks(2, joined=False)
+@on_devices(2)
 def test_a_program_without_devices_creates_no_context() -> None:
-    join()
     assert_group_works()
     got = objcomm.all_gather({"lr": 0.1, "w": torch.ones(LARGE), "raw": bytes(LARGE)})
     assert len(got) == 2
@@ -344,9 +331,8 @@ def test_a_program_without_devices_creates_no_context() -> None:
     assert device.contexts() == {device.current_device()}
 
 
-@ranks(2, 3, joined=False)
+@on_devices(2, 3)
 def test_device_memory_is_freed() -> None:
-    join()
     at = device.current_device()
     mine = torch.full((LARGE,), objcomm.rank()).to("standin")
     before = device.memory_allocated(at)
@@ -365,9 +351,8 @@ def test_device_memory_is_freed() -> None:
     assert device.allocations(at) == pieces
 
 
-@ranks(2, 3, joined=False)
+@on_devices(2, 3)
 def test_a_call_sends_the_results_of_the_current_stream() -> None:
-    join()
     rank, size = objcomm.rank(), objcomm.world_size()
     mine = torch.zeros(LARGE).to("standin")
     side = device.Stream()

@@ -15,12 +15,11 @@ import objcomm
 from objcomm import CollectiveError, TransportError, TransportTimeout, WireError
 from objcomm._p2p import call
 from tests.group.helpers import error_in, hear, say, tell_all
-from tests.ranks import ranks
 from tests.standin import device
 from tests.standin.backend import journal
 from tests.standin.device import Stream
 from tests.standin.test_faults import refuse
-from tests.standin.worlds import assert_aborted, join, made
+from tests.standin.worlds import assert_aborted, made, on_devices
 from tests.waits import PATIENCE_S
 from tests.workers import here
 
@@ -61,10 +60,9 @@ def transfers() -> list[str]:
     return [f"{each[1]}, {each[2]}" for each in map(form.fullmatch, made()) if each]
 
 
-@ranks(2, joined=False)
+@on_devices(2)
 @pytest.mark.parametrize("codec", ["pickle", "msgpack"])
 def test_large_members_go_from_device_to_device_and_the_rest_beside_them(codec: str) -> None:
-    join()
     rank = here().rank
     for src in (0, 1):
         for numel in (3, LARGE, 10 * LARGE):
@@ -87,9 +85,8 @@ def test_large_members_go_from_device_to_device_and_the_rest_beside_them(codec: 
         assert torch.equal(objcomm.recv(0, device="cpu"), torch.full((LARGE,), 7))
 
 
-@ranks(2, joined=False)
+@on_devices(2)
 def test_all_received_memory_is_handed_to_the_receivers_streams() -> None:
-    join()
     if here().rank == 0:
         objcomm.send([filled(1), filled(2, 5), torch.zeros(7)], 1)
     else:
@@ -99,9 +96,8 @@ def test_all_received_memory_is_handed_to_the_receivers_streams() -> None:
         assert [flat.numel() // 4 for flat in flats] == [2 * LARGE, 2 * 5]
 
 
-@ranks(2, joined=False)
+@on_devices(2)
 def test_every_kind_of_send_and_receive_transfers_device_tensors() -> None:
-    join()
     rank, other = here().rank, 1 - here().rank
     got: Any = objcomm.sendrecv(filled(rank), other, other)
     assert_filled(got, other)
@@ -121,9 +117,8 @@ def test_every_kind_of_send_and_receive_transfers_device_tensors() -> None:
     assert len(transfers()) == 7
 
 
-@ranks(2, 3, joined=False)
+@on_devices(2, 3)
 def test_many_in_flight_move_in_one_order_for_both_ranks() -> None:
-    join()
     rank, size = here().rank, here().world_size
     others = [peer for peer in range(size) if peer != rank]
     sending = [
@@ -151,9 +146,8 @@ def test_many_in_flight_move_in_one_order_for_both_ranks() -> None:
             assert len(of_one) == 12
 
 
-@ranks(2, joined=False)
+@on_devices(2)
 def test_waiting_behind_a_slow_transfer_is_not_a_deadlock() -> None:
-    join()
     if here().rank == 0:
         hear("both are begun")
         works = [objcomm.isend(filled(number), 1, tag=number) for number in range(2)]
@@ -168,9 +162,8 @@ def test_waiting_behind_a_slow_transfer_is_not_a_deadlock() -> None:
         assert_filled(received[0].wait(), 0)
 
 
-@ranks(2, joined=False)
+@on_devices(2)
 def test_two_ranks_that_send_each_other_slowly_are_not_deadlocked() -> None:
-    join()
     rank, other = here().rank, 1 - here().rank
     if rank == 0:
         journal().interrupt("recv", lambda: time.sleep(4))
@@ -180,9 +173,8 @@ def test_two_ranks_that_send_each_other_slowly_are_not_deadlocked() -> None:
     assert_filled(receiving.wait(), other)
 
 
-@ranks(2, joined=False)
+@on_devices(2)
 def test_sends_and_receives_follow_the_current_stream() -> None:
-    join()
     with Stream() as stream:
         if here().rank == 0:
             numbers = torch.zeros(LARGE, dtype=torch.int64, device="standin")
@@ -197,9 +189,8 @@ def test_sends_and_receives_follow_the_current_stream() -> None:
         assert torch.accelerator.current_stream() == stream
 
 
-@ranks(3, joined=False)
+@on_devices(3)
 def test_groups_without_a_backend_of_their_own_for_it_take_cpu_memory() -> None:
-    join()
     rank = here().rank
     plain = dist.new_group(backend="gloo")
     assert_arrives(3, group=plain)
@@ -213,9 +204,8 @@ def test_groups_without_a_backend_of_their_own_for_it_take_cpu_memory() -> None:
         assert transfers()[0].endswith(", 1 to 2")
 
 
-@ranks(2, joined=False)
+@on_devices(2)
 def test_signed_messages_go_through_cpu_memory() -> None:
-    join()
     with objcomm.configure(key=b"0123456789abcdef", everywhere=True):
         assert_arrives(3)
     assert transfers() == []
@@ -224,10 +214,9 @@ def test_signed_messages_go_through_cpu_memory() -> None:
 # Failures
 
 
-@ranks(2, joined=False, expect_dead=[1])
+@on_devices(2, expect_dead=[1])
 @pytest.mark.parametrize("sender", [0, 1])
 def test_a_rank_that_dies_in_a_transfer_is_named_at_once(sender: int) -> None:
-    join()
     rank = here().rank
     if rank == 1:
         journal().interrupt("send" if sender == 1 else "recv", lambda: os._exit(1))
@@ -237,10 +226,9 @@ def test_a_rank_that_dies_in_a_transfer_is_named_at_once(sender: int) -> None:
     assert error.peers == (1,)
 
 
-@ranks(2, disposable=True, joined=False)
+@on_devices(2, disposable=True)
 @pytest.mark.parametrize("stalled", ["send", "recv"])
 def test_a_limit_ends_a_transfer_that_stalls(stalled: str) -> None:
-    join()
     is_over = threading.Event()
     journal().interrupt(stalled, lambda: is_over.wait(PATIENCE_S))
     if here().rank == 0:
@@ -252,10 +240,9 @@ def test_a_limit_ends_a_transfer_that_stalls(stalled: str) -> None:
     is_over.set()
 
 
-@ranks(2, joined=False)
+@on_devices(2)
 @pytest.mark.parametrize("operation", ["send", "recv"])
 def test_a_backend_that_fails_ends_the_call_on_both(operation: str) -> None:
-    join()
     is_here = (operation == "send") == (here().rank == 0)
     if is_here:
         journal().interrupt(operation, refuse)
@@ -266,9 +253,8 @@ def test_a_backend_that_fails_ends_the_call_on_both(operation: str) -> None:
     assert_aborted([0], of=2)
 
 
-@ranks(2, joined=False, expect_dead=[1])
+@on_devices(2, expect_dead=[1])
 def test_a_rank_that_dies_while_no_thread_waits_is_named_by_the_work() -> None:
-    join()
     rank = here().rank
     works = [objcomm.irecv(1 - rank), objcomm.isend(filled(rank), 1 - rank)]
     if rank:
@@ -279,9 +265,8 @@ def test_a_rank_that_dies_while_no_thread_waits_is_named_by_the_work() -> None:
         assert error.peers == (1,)
 
 
-@ranks(2, joined=False)
+@on_devices(2)
 def test_a_receiver_without_room_reports_it_before_any_transfer() -> None:
-    join()
     for _ in range(2):
         if here().rank == 0:
             error = error_in(CollectiveError, lambda: objcomm.send(filled(1), 1))

@@ -1,6 +1,7 @@
 """Ranks that join with the backend ``standin``, each on a separate device."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -10,20 +11,35 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 import objcomm
+from tests.ranks import Body, ranks
 from tests.standin import backend, device
 from tests.waits import wait_until
 from tests.workers import here
 
-BOTH = "cpu:gloo,standin:standin"
 
-
-def join(backends: str = BOTH, *, timeout_s: float = 120.0) -> None:
-    """Join as the rank that the test assigned; device 1 is rank 0's current one.
+def on_devices(
+    *world_sizes: int, backends: str = "cpu:gloo,standin:standin", **options: Any
+) -> Callable[[Body], Body]:
+    """Run the test's body on ranks that have joined; device 1 is rank 0's current one.
 
     Args:
+        world_sizes: the world sizes; the test is parametrized over them.
         backends: the ``backend`` argument of ``dist.init_process_group``.
-        timeout_s: the timeout of the group's backends, which ends a stalled device path.
+        options: further options of `ranks`.
     """
+
+    def decorate(body: Body) -> Body:
+        @functools.wraps(body)
+        def join_and_run(**arguments: object) -> None:
+            _join(backends)
+            body(**arguments)
+
+        return ranks(*world_sizes, joined=False, **options)(join_and_run)
+
+    return decorate
+
+
+def _join(backends: str) -> None:
     backend.set_up()
     place = here()
     device.set_device((place.rank + 1) % device.COUNT)
@@ -32,7 +48,7 @@ def join(backends: str = BOTH, *, timeout_s: float = 120.0) -> None:
         store=place.store("rendezvous"),
         rank=place.rank,
         world_size=place.world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=120),  # ends a stalled device path
     )
 
 
