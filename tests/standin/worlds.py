@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 import objcomm
+from tests.group.helpers import assert_group_works
 from tests.ranks import Body, ranks
 from tests.standin import backend, device
 from tests.waits import wait_until
@@ -20,19 +21,24 @@ from tests.workers import here
 def on_devices(
     *world_sizes: int, backends: str = "cpu:gloo,standin:standin", **options: Any
 ) -> Callable[[Body], Body]:
-    """Run the test's body on ranks that have joined; device 1 is rank 0's current one.
+    """Run the test's body on ranks that have joined, and check that their world still works.
+
+    Device 1 is rank 0's current one.
 
     Args:
         world_sizes: the world sizes; the test is parametrized over them.
         backends: the ``backend`` argument of ``dist.init_process_group``.
-        options: further options of `ranks`.
+        options: further options of `ranks`; a disposable world need not work afterwards.
     """
+    may_break = bool(options.get("disposable") or options.get("expect_dead"))
 
     def decorate(body: Body) -> Body:
         @functools.wraps(body)
         def join_and_run(**arguments: object) -> None:
             _join(backends)
             body(**arguments)
+            if not may_break:
+                assert_group_works()
 
         return ranks(*world_sizes, joined=False, **options)(join_and_run)
 
