@@ -186,7 +186,7 @@ def _call_of(case: Case, rank: int) -> Callable[[], Any]:
         return lambda: helpers.call(case, lambda: None)
     obj = contribution(case, rank)
     if case.library == "torch":
-        return lambda: _TORCH_CALLS[case.operation](case, obj)
+        return lambda: _torch_call(case, obj)
     options: dict[str, Any] = {"timeout": case.limit_seconds}
     if case.operation in ROOTED:
         options[ROOTED[case.operation]] = case.root
@@ -383,35 +383,19 @@ _STEPS: dict[str, Callable[[Case, int, dist.Store, set[str]], Any]] = {
 }
 
 
-def _torch_broadcast(case: Case, obj: Any) -> Any:
-    objs = [obj if dist.get_rank() == case.root else None]
-    dist.broadcast_object_list(objs, src=case.root)
-    return objs[0]
-
-
-def _torch_gather(case: Case, obj: Any) -> Any:
+def _torch_call(case: Case, obj: Any) -> Any:
     is_root = dist.get_rank() == case.root
-    objs = [None] * case.world_size if is_root else None
-    dist.gather_object(obj, objs, dst=case.root)
-    return objs
-
-
-def _torch_all_gather(case: Case, obj: Any) -> Any:
-    objs = [None] * case.world_size
-    dist.all_gather_object(objs, obj)
-    return objs
-
-
-def _torch_scatter(case: Case, obj: Any) -> Any:
-    mine: list[Any] = [None]
-    is_root = dist.get_rank() == case.root
-    dist.scatter_object_list(mine, [obj] * case.world_size if is_root else None, src=case.root)
-    return mine[0]
-
-
-_TORCH_CALLS: dict[str, Callable[[Case, Any], Any]] = {
-    "broadcast": _torch_broadcast,
-    "gather": _torch_gather,
-    "all_gather": _torch_all_gather,
-    "scatter": _torch_scatter,
-}
+    one: list[Any] = [obj if is_root and case.operation == "broadcast" else None]
+    many: list[Any] = [None] * case.world_size
+    if case.operation == "broadcast":
+        dist.broadcast_object_list(one, src=case.root)
+        return one[0]
+    if case.operation == "scatter":
+        objs = [obj] * case.world_size if is_root else None
+        dist.scatter_object_list(one, objs, src=case.root)
+        return one[0]
+    if case.operation == "gather":
+        dist.gather_object(obj, many if is_root else None, dst=case.root)
+        return many if is_root else None
+    dist.all_gather_object(many, obj)
+    return many

@@ -9,9 +9,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed.distributed_c10d as c10d
 
@@ -22,7 +23,6 @@ from objcomm._transport.gloo import POKE_TAG, GlooLink
 from objcomm._transport.link import LANE_BITS, Link
 from objcomm._transport.streams import StreamLink
 from objcomm._wire.message import Message
-from objcomm._world import create
 from tests.faults.plan import Case, Fault, Phase
 
 Strike = Callable[[], None]
@@ -132,15 +132,10 @@ def armed(case: Case, strike: Strike) -> Iterator[None]:
                 struck.append(time.monotonic())
                 strike()
 
-    places = trap(case, once)
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in places]
-    try:
-        for owner, name, replacement in places:
-            setattr(owner, name, replacement)
+    with ExitStack() as patches:
+        for place in trap(case, once):
+            patches.enter_context(patch.object(*place))
         yield
-    finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)
     if not struck:
         raise AssertionError(f"{case} never came to its phase")
 
@@ -148,25 +143,19 @@ def armed(case: Case, strike: Strike) -> Iterator[None]:
 Places = list[tuple[Any, str, Callable[..., Any]]]
 
 
-def _before_head(_: Case, strike: Strike) -> Places:
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            strike()
-            return original(*args, **kwargs)
+def _before(owner: Any, name: str, strike: Strike) -> tuple[Any, str, Callable[..., Any]]:
+    original = getattr(owner, name)
 
-        return replacement
-
-    names = ("send_head", "recv_heads")
-    heads = [(Exchange, name, wrap(getattr(Exchange, name))) for name in names]
-    return [*heads, (Mailbox, "meet", wrap(Mailbox.meet))]
-
-
-def _in_creation(_: Case, strike: Strike) -> Places:
     def replacement(*args: Any, **kwargs: Any) -> Any:
         strike()
-        return create(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    return [(split, "create", replacement)]
+    return owner, name, replacement
+
+
+def _before_head(_: Case, strike: Strike) -> Places:
+    places = ((Exchange, "send_head"), (Exchange, "recv_heads"), (Mailbox, "meet"))
+    return [_before(*place, strike) for place in places]
 
 
 def _after_head(_: Case, strike: Strike) -> Places:
@@ -236,5 +225,5 @@ _TRAPS: dict[Phase, Callable[[Case, Strike], Places]] = {
     Phase.IN_CALL: _before_head,
     Phase.BETWEEN: _after_head,
     Phase.PAYLOAD: _in_payload,
-    Phase.CONNECTING: _in_creation,
+    Phase.CONNECTING: lambda _, strike: [_before(split, "create", strike)],
 }
