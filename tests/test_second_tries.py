@@ -1,14 +1,12 @@
 """Tests of promised durations get a second try, alone; a run reports how many needed one."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-_DEADLINE_S = 300.0  # of a hang: pytest starts in seconds, on a busy machine within a minute
+from tests.doctor.job import by_command
 
 _TESTS = """
 from pathlib import Path
@@ -42,16 +40,8 @@ def run(folder: Path, *options: str, late: int, wrong: int = 0, unmarked: int = 
     (folder / "conftest.py").write_text('pytest_plugins = ["tests.second_tries"]\n')
     (folder / "pytest.ini").write_text("[pytest]\nmarkers = timed\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=_DEADLINE_S,
-        check=False,
-    )
-    return f"{done.stdout}\nexit status {done.returncode}\n"
+    done = by_command(command, cwd=folder)
+    return f"{done.out}\nexit status {done.status}\n"
 
 
 @pytest.mark.parametrize(
