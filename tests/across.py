@@ -166,7 +166,7 @@ def outages(steps: Steps) -> None:
     step("idle", lambda: objcomm.all_gather(objcomm.rank(), group=group))
 
     group = _met(steps, "computing")
-    if objcomm.rank() == 1:  # it computes until rank 0 has heard
+    if objcomm.rank() == 1:  # it computes until rank 0 has raised
         steps.await_step_of(0, "computing")
     step("computing", lambda: objcomm.barrier(group=group))
     steps.reach("computed")

@@ -25,7 +25,7 @@ from objcomm._config import settings
 __all__ = ["OPTION", "VARIABLE", "Leftovers", "profile_once"]
 
 OPTION = "--leftovers"
-#: The variable that tells ranks of the option.
+#: The variable that passes the option to the ranks.
 VARIABLE = "OBJCOMM_TESTS_LEFTOVERS"
 
 # An idle thread ends after a second; a busy machine gets more time.

@@ -189,7 +189,7 @@ if rank > 0:
     gather_object(rank, box, dst=2, group=others)
     assert box == ([1, 2] if rank == 2 else None)
 checkpoint.save({"step": 7}, checkpoint_id=sys.argv[1])
-assert objcomm.all_gather(rank) == [0, 1, 2]  # the program's own call, which is no part of this
+assert objcomm.all_gather(rank) == [0, 1, 2]  # the program's own call, which is not reported
 calls = {name: of.calls for name, of in objcomm.stats(others if rank else None).items()}
 assert calls.get("gather_object") == (1 if rank else 2), calls
 objcomm.shutdown()

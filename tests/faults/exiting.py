@@ -50,7 +50,7 @@ def _desync(rank: int) -> None:
         objcomm.barrier()
     except objcomm.DesyncError:
         return
-    raise AssertionError("every rank hears of it")
+    raise AssertionError("every rank must raise")
 
 
 def _timeout(rank: int) -> None:

@@ -73,7 +73,7 @@ HELPERS = [
     "broadcast_file",
 ]
 OPERATIONS = [*COLLECTIVES, *POINT_TO_POINT, *DIVISIONS]
-#: Operations by who waits for whom. The quick tests take the operations of each in turn.
+#: Operations by which ranks wait for which. The quick tests take the operations of each in turn.
 FAMILIES = [
     ["broadcast", "stream"],
     ["gather", "all_gather"],

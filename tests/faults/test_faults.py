@@ -101,7 +101,7 @@ def _check_error(outcome: Outcome, rank: int) -> None:
         assert is_shared or seen.seconds_of_limit == limit
         _check_whereabouts(outcome, rank)
         if case.operation == "survivors" and case.is_stores_host:
-            return  # nobody can say who has called
+            return  # no rank knows which others have called
     else:
         assert seen.error == "TransportError", seen
     if case.fault is Fault.DISCONNECTED:

@@ -17,7 +17,7 @@ Call = Callable[..., object]
 
 #: How long a waiting rank may take to notice a death, in seconds.
 PROMISE_SECONDS = 2.0
-#: Default timeout of a call; only a rank that never hears of a death reaches it.
+#: Default timeout of a call; only a rank that never notices a death reaches it.
 FAR_SECONDS = 60.0
 
 #: Where the operation runs: in the world, in a connected group that leaves out one more rank of the

@@ -17,7 +17,7 @@ _DEADLINE_S = 1700.0
 
 @pytest.mark.long
 @pytest.mark.lasting
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git tells what belongs into the archives")
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git knows what belongs in the archives")
 def test_the_archives_install_and_run_the_pages_programs(tmp_path: Path) -> None:
     # pip may resolve an index's name for longer than ranks do, see ``tests/conftest.py``.
     of_tests = ("PYTEST_", "RES_OPTIONS")
