@@ -1,5 +1,7 @@
 """Invented facts of jobs that never ran."""
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -47,18 +49,15 @@ def evidence(*reports: Report, **changes: Any) -> Evidence:
     return replace(healthy, **changes)
 
 
-def links(of: Evidence, speeds: dict[tuple[int, int], float] | None = None) -> tuple[Link, ...]:
-    """Return all links of a job: fast within a host and slower between hosts, except those given.
+def measured(of: Evidence, speeds: Mapping[tuple[int, int], float] | None = None) -> Evidence:
+    """Return a job with measured links: fast within a host, slower between hosts, or as given.
 
     Args:
         of: the job.
         speeds: bytes per second by source and destination.
     """
     made = []
-    for src, here in of.reports.items():
-        for dst, there in of.reports.items():
-            if src != dst:
-                usual = 2e9 if here.machine == there.machine else 1e9
-                speed = (speeds or {}).get((src, dst), usual)
-                made.append(Link(src, dst, 2e-4, speed))
-    return tuple(made)
+    for (src, here), (dst, there) in itertools.permutations(of.reports.items(), 2):
+        usual = 2e9 if here.machine == there.machine else 1e9
+        made.append(Link(src, dst, 2e-4, (speeds or {}).get((src, dst), usual)))
+    return replace(of, links=tuple(made))

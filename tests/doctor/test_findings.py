@@ -7,7 +7,7 @@ import pytest
 
 from objcomm._bootstrap.doctor.facts import UNKNOWN, Contact, Evidence, Lookup
 from objcomm._bootstrap.doctor.findings import Finding, Severity, findings, status
-from tests.doctor.made_up import evidence, links, report
+from tests.doctor.made_up import evidence, measured, report
 
 LOOPBACK = "127.0.0.1"
 
@@ -45,8 +45,7 @@ def unreached(whole: Evidence, *pairs: tuple[int, int], problem: str = "no answe
 def test_a_healthy_job_has_no_finding() -> None:
     whole = evidence()
     assert whole.is_whole
-    whole = replace(whole, links=links(whole))
-    assert findings(whole) == []
+    assert findings(measured(whole)) == []
     assert status([]) == 0
 
 
@@ -250,8 +249,7 @@ def test_too_little_shared_memory(free: int) -> None:
 
 
 def with_speeds(slow: dict[tuple[int, int], float]) -> Evidence:
-    whole = evidence(*[report(rank, rank) for rank in range(4)])
-    return replace(whole, links=links(whole, slow))
+    return measured(evidence(*[report(rank, rank) for rank in range(4)]), slow)
 
 
 def test_a_host_whose_links_are_all_slow_is_one_finding() -> None:
@@ -276,7 +274,7 @@ def test_all_ranks_of_a_slow_host_are_named_and_a_few_of_their_links() -> None:
         *[report(rank, rank // 2, world_size=8) for rank in range(8)], world_size=8, missing=()
     )
     slow = {pair: 1e8 for rank in range(6) for odd in (6, 7) for pair in ((rank, odd), (odd, rank))}
-    found = only(replace(whole, links=links(whole, slow)), "slow-link", 6, 7)
+    found = only(measured(whole, slow), "slow-link", 6, 7)
     assert found.hosts == ("node3",)
     assert " and 16 more, where 1e+03 MB/s is usual" in found.what
 
@@ -287,24 +285,23 @@ def test_one_slow_link_is_named_by_its_ends() -> None:
 
 
 def test_links_within_a_host_are_not_compared_with_those_between() -> None:
-    whole = evidence()
     slow = {(src, dst): 1.2e8 for src in (0, 1) for dst in (2, 3)}
     slow |= {(dst, src): speed for (src, dst), speed in slow.items()}
-    assert findings(replace(whole, links=links(whole, slow))) == []
+    assert findings(measured(evidence(), slow)) == []
 
 
 def test_a_network_that_is_slow_everywhere() -> None:
-    whole = evidence(*[report(rank, rank) for rank in range(4)])
-    every = {(src, dst): 5e7 for src in range(4) for dst in range(4)}
-    found = only(replace(whole, links=links(whole, every)), "slow-network")
+    found = only(
+        with_speeds({(src, dst): 5e7 for src in range(4) for dst in range(4)}), "slow-network"
+    )
     assert "50 MB/s" in found.what
 
 
 def test_messages_that_take_long() -> None:
-    whole = evidence()
+    whole = measured(evidence())
     late = tuple(
         replace(each, latency_seconds=0.05) if {each.src, each.dst} == {0, 1} else each
-        for each in links(whole)
+        for each in whole.links
     )
     found = only(replace(whole, links=late), "late-link", 0, 1)
     assert "rank 1 to rank 0 (50.00 ms for a message), where 0.20 ms for a message is" in found.what

@@ -17,7 +17,7 @@ from objcomm._bootstrap.doctor.report import report as text_of
 from objcomm._transport.store import pack_record, unpack_record
 from objcomm.errors import MissingDependencyError
 from tests.doctor.job import by_command
-from tests.doctor.made_up import evidence, links, report
+from tests.doctor.made_up import evidence, measured, report
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,7 @@ def test_the_findings_come_last_and_the_worst_of_them_in_the_last_line() -> None
 
 
 def test_a_healthy_job_is_reported_as_such() -> None:
-    whole = evidence()
-    whole = replace(whole, links=links(whole))
-    text = text_of(whole, [])
+    text = text_of(measured(evidence()), [])
     assert text.endswith("\nnothing found that would break or slow a job\n")
     assert "reachability" not in text
     hosts = [line for line in text.splitlines() if line.startswith("node")]
@@ -70,14 +68,14 @@ def test_a_healthy_job_is_reported_as_such() -> None:
 
 
 def test_pairs_that_were_not_measured_are_counted() -> None:
-    whole = evidence()
-    text = text_of(replace(whole, links=links(whole)[:4]), [])
+    whole = measured(evidence())
+    text = text_of(replace(whole, links=whole.links[:4]), [])
     assert text.count("4 pairs of ranks were skipped for lack of time") == 2
 
 
 def test_a_large_world_is_summed_up() -> None:
     whole = evidence(*[report(rank, rank) for rank in range(20)])
-    text = text_of(replace(whole, world_size=20, links=links(whole)), [])
+    text = text_of(replace(measured(whole), world_size=20), [])
     assert "1000 to 1000, median 1000" in text
     assert "from \\ to" not in text
 
@@ -93,8 +91,7 @@ def test_json_has_all_but_the_tokens() -> None:
 
 
 def test_a_picture_of_the_links_is_written(tmp_path: Path) -> None:
-    whole = evidence()
-    draw(replace(whole, links=links(whole)), tmp_path / "links.png")
+    draw(measured(evidence()), tmp_path / "links.png")
     assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
 
 
