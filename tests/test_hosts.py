@@ -254,7 +254,7 @@ def test_a_broadcast_crosses_to_each_host_once(finished: Finished) -> None:
     assert min(received[1:]) > LARGE_NBYTES
 
 
-def test_a_slow_host_makes_a_call_late_and_nothing_else(finished: Finished) -> None:
+def test_a_slow_host_only_delays_a_call(finished: Finished) -> None:
     assert finished.all_gave("slow") == [LARGE_NBYTES // 16] * 4
 
 
@@ -286,7 +286,7 @@ def test_a_lost_host_is_named_on_every_rank_that_waits(two: Finished) -> None:
     assert all(isinstance(each, BrokenGroupError) for each in two.all_gave("waiting: after"))
 
 
-def test_an_outage_while_no_call_waits_ends_nothing(two: Finished) -> None:
+def test_an_outage_while_no_call_waits_does_no_harm(two: Finished) -> None:
     assert two.all_gave("idle: before") == [[0, 1, 2, 3]] * 4
     assert two.all_gave("idle") == [[0, 1, 2, 3]] * 4
 

@@ -462,7 +462,7 @@ def test_a_wrong_command_line_is_explained(words: tuple[str, ...], message: str)
 
 
 @pytest.mark.parametrize("form", ["python -m objcomm", "objcomm"])
-def test_help_names_the_words_that_were_typed(form: str, tmp_path: Path) -> None:
+def test_help_shows_the_command_as_it_was_typed(form: str, tmp_path: Path) -> None:
     words = _objcomm(form, tmp_path)
     whole = python(*words, "--help").out
     assert whole.startswith(f"usage: {form} ")

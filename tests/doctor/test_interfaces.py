@@ -34,7 +34,7 @@ def listening_addresses() -> set[str]:
     return found
 
 
-def check_gloo_listens_where_we_say() -> None:
+def check_gloo_listens_at_the_reported_address() -> None:
     report, _ = examine(os.environ)
     assert not report.gloo_problem
     group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
@@ -44,17 +44,17 @@ def check_gloo_listens_where_we_say() -> None:
 
 
 @solo(environment={"GLOO_SOCKET_IFNAME": ""})
-def test_gloo_listens_where_its_rule_says() -> None:
-    check_gloo_listens_where_we_say()
+def test_gloo_listens_at_the_reported_address_by_default() -> None:
+    check_gloo_listens_at_the_reported_address()
 
 
 @solo(environment={"GLOO_SOCKET_IFNAME": "lo"})
-def test_gloo_listens_at_the_interface_that_it_is_told() -> None:
-    check_gloo_listens_where_we_say()
+def test_gloo_listens_at_the_interface_that_the_variable_names() -> None:
+    check_gloo_listens_at_the_reported_address()
 
 
 @solo(environment={"GLOO_SOCKET_IFNAME": "nowhere0"})
-def test_gloo_refuses_what_we_say_it_cannot_use() -> None:
+def test_gloo_refuses_an_interface_that_is_reported_as_unusable() -> None:
     report, _ = examine(os.environ)
     assert report.gloo_problem == "Unable to find address for: nowhere0"
     assert report.address == ""

@@ -48,7 +48,7 @@ def test_one_slow_look_up_may_be_the_machines_and_two_in_a_row_are_the_resolvers
     assert twice.count == 3
 
 
-def test_a_resolver_that_loses_nothing_is_asked_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resolver_that_loses_no_query_is_asked_many_times(monkeypatch: pytest.MonkeyPatch) -> None:
     resolver = Resolver(monkeypatch)
     (found,) = lookups(1, {"::1": 0}, 100.0)
     assert found.seconds == pytest.approx(0.001)
@@ -65,7 +65,7 @@ def test_an_address_is_looked_up_as_the_store_sees_it(monkeypatch: pytest.Monkey
     assert (other.address, other.count) == ("10.0.0.1", 0)
 
 
-def test_a_resolver_that_never_answers_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resolver_that_never_answers_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
     may_end = threading.Event()
     monkeypatch.setattr(socket, "getnameinfo", lambda *_: may_end.wait())
     began = time.monotonic()

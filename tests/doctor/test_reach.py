@@ -56,7 +56,7 @@ def test_a_call_in_time_returns_or_raises() -> None:
         done_within(60.0, lambda: int("forty"))
 
 
-def test_a_call_that_takes_too_long_is_left_behind() -> None:
+def test_a_call_that_takes_too_long_is_abandoned() -> None:
     end = threading.Event()
     with pytest.raises(TimeoutError):
         done_within(0.01, end.wait)

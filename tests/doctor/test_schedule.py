@@ -19,7 +19,7 @@ def test_every_rank_tries_all_others(size: int) -> None:
         assert sorted(peers_of(rank, size)) == [each for each in range(size) if each != rank]
 
 
-def test_in_a_large_world_each_tries_some_and_rank_0_among_them() -> None:
+def test_in_a_large_world_each_rank_tries_some_others_including_rank_0() -> None:
     for rank in (0, 1, 500, 999):
         peers = peers_of(rank, 1000)
         assert len(peers) == len(set(peers)) == PEERS_MAX

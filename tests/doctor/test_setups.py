@@ -178,7 +178,7 @@ def test_a_second_rank_0_finds_the_first_ones_port_and_is_named(written: Path) -
     assert not every[1].out
 
 
-def test_a_program_that_listens_and_is_silent_holds_no_rank() -> None:
+def test_a_program_that_listens_and_is_silent_does_not_block_a_rank() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
         (one,) = said([start(place(1, 2, port), SHORT)])

@@ -8,7 +8,7 @@ def test_the_page_lists_every_fault_and_every_operation() -> None:
     assert listed(PAGE.read_text()) == planned()
 
 
-def test_the_page_begins_with_what_its_tables_say() -> None:
+def test_the_page_begins_with_a_summary_of_its_tables() -> None:
     page = PAGE.read_text()
     assert in_short(page).strip() in page
 

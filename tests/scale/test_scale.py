@@ -24,7 +24,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Seen]:
     return once(tmp_path_factory, "scale", _run)
 
 
-def test_every_operation_gives_what_it_should_at_several_roots(seen: dict[int, Seen]) -> None:
+def test_every_operation_is_right_at_several_roots(seen: dict[int, Seen]) -> None:
     assert {rank: each.wrong for rank, each in seen.items() if each.wrong} == {}
 
 

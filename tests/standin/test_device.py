@@ -20,7 +20,7 @@ from tests.standin.device import Queued, Stream
 
 
 @solo()
-def test_nothing_is_used_until_something_is() -> None:
+def test_a_device_is_initialized_at_its_first_use() -> None:
     device.set_up()
     assert not device.is_initialized()
     assert torch.accelerator.current_accelerator() == torch.device("standin")

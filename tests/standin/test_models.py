@@ -172,7 +172,7 @@ def test_both_kinds_of_device_in_one_tree_and_a_group_without_a_backend() -> Non
 
 
 @on_devices(2)
-def test_calls_in_the_background_combine_on_the_callers_stream() -> None:
+def test_asynchronous_calls_combine_on_the_callers_stream() -> None:
     rank = objcomm.rank()
     mine = torch.full((LARGE,), float(rank)).to("standin")
     side = device.Stream()

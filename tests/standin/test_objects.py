@@ -195,7 +195,7 @@ def test_a_call_on_one_stream_leaves_the_others_alone() -> None:
 
 
 @on_devices(2, 3)
-def test_messages_between_two_ranks_carry_them_too() -> None:
+def test_point_to_point_messages_carry_device_tensors() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     mine = weights(own_device(), rank)
     for name, call in MESSAGES.items():
@@ -238,7 +238,7 @@ def test_a_member_on_another_than_the_current_device_arrives_on_the_current_one(
 
 
 @on_devices(2, 3)
-def test_device_brings_members_to_the_cpu_or_takes_them_over_the_devices() -> None:
+def test_device_moves_members_to_the_cpu_or_between_devices() -> None:
     rank, size = objcomm.rank(), objcomm.world_size()
     mine = weights(own_device(), rank)
     for root in range(size):
@@ -295,7 +295,7 @@ def test_groups_with_and_without_a_backend_for_the_device() -> None:
 
 
 @on_devices(2, backends="gloo")
-def test_a_world_of_gloo_takes_them_through_the_cpu() -> None:
+def test_a_world_of_gloo_moves_device_tensors_through_the_cpu() -> None:
     mine = weights(own_device(), objcomm.rank())
     for sender, each in enumerate(objcomm.all_gather(mine)):
         assert_arrived(each, sender)

@@ -190,7 +190,7 @@ def test_sends_and_receives_follow_the_current_stream() -> None:
 
 
 @on_devices(3)
-def test_groups_without_a_backend_of_their_own_for_it_take_cpu_memory() -> None:
+def test_groups_without_the_backend_use_cpu_memory() -> None:
     rank = here().rank
     plain = dist.new_group(backend="gloo")
     assert_arrives(3, group=plain)
