@@ -222,25 +222,10 @@ _TYPED = {
     "time limit": "guide/collectives/",
 }
 _TYPED_SOMEWHERE = [
-    "cuda tensors",
-    "desync",
-    "gather",
-    "generator",
-    "gloo",
-    "MASTER_ADDR",
-    "out of memory",
-    "pickle",
-    "process group",
-    "rank died",
-    "ranks out of step",
-    "scatter",
-    "send recv",
-    "timeout",
-    "torchrun",
-    "TransportTimeout",
-    "uneven data",
-    "waits forever",
-]
+    "cuda tensors", "desync", "gather", "generator", "gloo", "MASTER_ADDR", "out of memory",
+    "pickle", "process group", "rank died", "ranks out of step", "scatter", "send recv", "timeout",
+    "torchrun", "TransportTimeout", "uneven data", "waits forever",
+]  # fmt: skip
 
 
 def test_a_typed_word_finds_a_guide_first(site: Path) -> None:
