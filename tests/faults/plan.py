@@ -44,34 +44,18 @@ DEADLY = {Fault.KILLED, Fault.EXITS, Fault.FORKED}
 UNANSWERED = {Fault.STOPPED, Fault.ABSENT, Fault.STORE_STOPPED}
 
 COLLECTIVES = [
-    "broadcast",
-    "gather",
-    "all_gather",
-    "scatter",
-    "reduce",
-    "all_reduce",
-    "all_to_all",
-    "reduce_scatter",
-    "scan",
-    "exscan",
-    "reduce_and_broadcast",
-    "barrier",
-    "stream",
-]
+    "broadcast", "gather", "all_gather", "scatter", "reduce", "all_reduce", "all_to_all",
+    "reduce_scatter", "scan", "exscan", "reduce_and_broadcast", "barrier", "stream",
+]  # fmt: skip
 #: Operations between two ranks; the last one forms a ring.
 POINT_TO_POINT = ["send", "isend", "recv", "irecv", "recv from any", "probe", "sendrecv"]
 #: Operations that create groups.
 DIVISIONS = ["split", "dup", "node_group", "leaders", "new_group", "survivors"]
 #: One helper of each family, more where one sends differently; tested, but not in the table.
 HELPERS = [
-    "run_on_main",
-    "main_first",
-    "average_metrics",
-    "agree",
-    "sync_gradients",
-    "sync_model",
+    "run_on_main", "main_first", "average_metrics", "agree", "sync_gradients", "sync_model",
     "broadcast_file",
-]
+]  # fmt: skip
 OPERATIONS = [*COLLECTIVES, *POINT_TO_POINT, *DIVISIONS]
 #: Operations by which ranks wait for which. The quick tests take the operations of each in turn.
 FAMILIES = [
