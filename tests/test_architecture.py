@@ -32,15 +32,8 @@ FLOOR = {room: number for number, floor in enumerate(FLOORS, 1) for room in floo
 # Only the transport and the link between accelerators may start a transfer; the demo compares with
 # torch. Only the world may ask for a group's ranks.
 COMMUNICATION = {
-    "all_gather",
-    "all_reduce",
-    "broadcast",
-    "gather",
-    "recv",
-    "reduce",
-    "scatter",
-    "send",
-}
+    "all_gather", "all_reduce", "broadcast", "gather", "recv", "reduce", "scatter", "send",
+}  # fmt: skip
 TRANSLATION = {"get_process_group_ranks", "get_global_rank", "get_group_rank"}
 
 
