@@ -50,13 +50,11 @@ class Steps:
 
     Attributes:
         given: what each step returned or raised.
-        seconds: duration of each step.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.given: dict[str, Any] = {}
-        self.seconds: dict[str, float] = {}
 
     def reach(self, point: str) -> None:
         """Wait until the test lets all ranks continue."""
@@ -67,20 +65,18 @@ class Steps:
     def await_step_of(self, rank: int, name: str) -> None:
         """Wait until another rank of this host has finished a step."""
         place = self._folder / f"result.{rank}"
-        while name not in pickle.loads(place.read_bytes())[0]:  # noqa: S301  # our own
+        while name not in pickle.loads(place.read_bytes()):  # noqa: S301  # our own
             time.sleep(_PAUSE_S)
 
     def step(self, name: str, call: Callable[[], Any]) -> None:
         """Record the result of a call."""
-        began = time.monotonic()
         try:
             self.given[name] = call()
         except Exception as error:  # noqa: BLE001  # the test checks which one
             self.given[name] = error
-        self.seconds[name] = time.monotonic() - began
         place = self._folder / f"result.{objcomm.rank()}"
         partial = self._folder / f"partial.{objcomm.rank()}"
-        partial.write_bytes(pickle.dumps((self.given, self.seconds)))
+        partial.write_bytes(pickle.dumps(self.given))
         partial.replace(place)
 
 

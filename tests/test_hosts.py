@@ -72,14 +72,14 @@ class Job:
         """Let all ranks continue from there."""
         (self._folder / point).touch()
 
-    def results(self) -> tuple["Results", ...]:
-        """Return each rank's results, once all have ended."""
+    def results(self) -> tuple[dict[str, Any], ...]:
+        """Return what each step of each rank gave, once all have ended."""
         self.wait(lambda: all(each.poll() is not None for each in self._processes), "the end")
         return self._kept()
 
-    def _kept(self) -> tuple["Results", ...]:
+    def _kept(self) -> tuple[dict[str, Any], ...]:
         files = sorted(self._folder.glob("result.*"))
-        return tuple(Results(*pickle.loads(each.read_bytes())) for each in files)  # noqa: S301  # our own
+        return tuple(pickle.loads(each.read_bytes()) for each in files)  # noqa: S301  # our own
 
     def wait(self, is_so: Callable[[], bool], what: str) -> None:
         """Wait for something that must happen; if it does not, show the ranks' output."""
@@ -92,15 +92,8 @@ class Job:
 
     def _fail(self, why: str) -> None:
         logs = [f"--- {each.name}\n{each.read_text()}" for each in self._folder.glob("*.log")]
-        kept = [f"--- rank {rank}: {each.given}" for rank, each in enumerate(self._kept())]
+        kept = [f"--- rank {rank}: {given}" for rank, given in enumerate(self._kept())]
         pytest.fail("\n".join([why, *logs, *kept]), pytrace=False)
-
-
-class Results(NamedTuple):
-    """The results of one rank."""
-
-    given: dict[str, Any]
-    seconds: dict[str, float]
 
 
 class Finished(NamedTuple):
@@ -108,16 +101,16 @@ class Finished(NamedTuple):
 
     Attributes:
         names: the names of its hosts.
-        ranks: the results of each rank.
+        ranks: what each step of each rank returned or raised.
         carried: bytes that the hosts' network cards sent and received during steps.
     """
 
     names: list[str]
-    ranks: tuple[Results, ...]
+    ranks: tuple[dict[str, Any], ...]
     carried: dict[str, list[tuple[int, int]]]
 
     def all_gave(self, step: str) -> list[Any]:
-        return [each.given[step] for each in self.ranks]
+        return [given[step] for given in self.ranks]
 
 
 def _carried(job: Job, first: str, last: str) -> list[tuple[int, int]]:
