@@ -20,7 +20,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import pytest
@@ -223,12 +222,7 @@ class Hosts:
             self._close = made.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._close.close()
 
     def __len__(self) -> int:

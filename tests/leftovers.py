@@ -32,8 +32,6 @@ VARIABLE = "OBJCOMM_TESTS_LEFTOVERS"
 _SETTLE_S = 15.0
 _LOOK_S = 0.02
 
-Census = Mapping[str, collections.Counter[str]]
-
 
 class Leftovers:
     """A snapshot of this process, to compare with a later state."""
