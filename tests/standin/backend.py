@@ -110,14 +110,6 @@ class Backend:
         """Return the name, as torch expects."""
         return device.NAME
 
-    def rank(self) -> int:
-        """Return this rank's number in the group."""
-        return self._rank
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self._size
-
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout, with XCCL's name for it."""
         self._limit = timeout
