@@ -5,7 +5,6 @@ All run in one process per rank, see ``example_runner``; one also runs as a read
 
 import math
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.doctor.job import LIMIT_S, by_command
+from tests.doctor.job import LIMIT_S, Said
 from tests.once import once
+from tests.under_run import python, torchrun
 
 # The examples' dependencies are imported only where they are used: that takes seconds, and pytest
 # reads this file even if none of it runs.
@@ -32,40 +32,20 @@ TESTED = 597  # images on which the examples do not train
 Printed = dict[str, dict[int, str]]
 
 
-def command(world_size: int, *program: str) -> list[str]:
-    """Return the command line of a program, run by ``python`` or ``torchrun``."""
-    if world_size == 0:
-        return [sys.executable, *program]
-    # --standalone: a free port, so that another test's torchrun does not interfere.
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *(f"--nproc-per-node={world_size}", *program),
-    ]
-
-
-def started(arguments: list[str]) -> str:
-    """Run a command and return its output; fail if it fails."""
-    ended = by_command(arguments, cwd=_ROOT)
-    if ended.status != 0:
-        raise RuntimeError(f"{arguments} ended with {ended.status}\n{ended.err[-4000:]}")
-    return ended.out
+def run(world_size: int, *program: str) -> Said:
+    return torchrun(world_size, *program) if world_size else python(*program)
 
 
 def run_all(world_size: int, folder: Path) -> Printed:
     """Return the output of each rank of each example."""
-    trouble = ""
-    try:
-        started(command(world_size, "-m", "tests.example_runner", str(folder), *NAMES))
-    except RuntimeError as error:
-        trouble = str(error)
-    return {
-        name: {
-            rank: path.read_text() if path.exists() else f"did not run: {trouble}"
-            for rank in range(max(1, world_size))
-            for path in [folder / f"{name}.{rank}"]
-        }
-        for name in NAMES
-    }
+    ended = run(world_size, "-m", "tests.example_runner", str(folder), *NAMES)
+    trouble = f"did not run: exit status {ended.status}\n{ended.err[-4000:]}"
+
+    def text_of(path: Path) -> str:
+        return path.read_text() if path.exists() else trouble
+
+    ranks = range(max(1, world_size))
+    return {name: {rank: text_of(folder / f"{name}.{rank}") for rank in ranks} for name in NAMES}
 
 
 @pytest.fixture
@@ -191,15 +171,17 @@ def test_the_output_of_the_examples_is_true(printed_in: Callable[[str], Printed]
 
 @pytest.mark.long
 def test_survivors_of_a_death_end_with_the_model_of_as_many_ranks() -> None:
-    printed = started(command(0, f"examples/{OWN_START}.py"))
-    assert printed == "after step 10, as with three ranks: True\n"
+    ended = run(0, str(_EXAMPLES / f"{OWN_START}.py"))
+    assert ended.status == 0, ended.err
+    assert ended.out == "after step 10, as with three ranks: True\n"
 
 
 @pytest.mark.long
 def test_an_example_runs_as_its_first_lines_say() -> None:
-    text = started(command(3, "examples/streaming_statistics.py"))
-    assert text.startswith("1797 rows; ")
-    assert text.count("\n") == 1
+    ended = run(3, str(_EXAMPLES / "streaming_statistics.py"))
+    assert ended.status == 0, ended.err
+    assert ended.out.startswith("1797 rows; ")
+    assert ended.out.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", NAMES)
