@@ -300,11 +300,11 @@ def test_a_failure_before_any_transfer_leaves_the_devices_in_step() -> None:
 
 #: What allocates memory on the device, the error of a rank that has none left, and its text.
 ALLOCATING: dict[str, tuple[Callable[[list[torch.Tensor]], object], type[Exception], str]] = {
-    "all_reduce": (lambda two: objcomm.all_reduce(two[0], "sum"), torch.OutOfMemoryError, "room"),
+    "all_reduce": (lambda objs: objcomm.all_reduce(objs, "sum"), torch.OutOfMemoryError, "room"),
     "broadcast_tensors": (objcomm.models.broadcast_tensors, torch.OutOfMemoryError, "room"),
     "average_tensors": (objcomm.models.average_tensors, torch.OutOfMemoryError, "room"),
     **{
-        name: (lambda two, name=name: OPERATIONS[name](two[0]), WireError, "memory")  # type: ignore[misc]  # binds this name
+        name: (OPERATIONS[name], WireError, "memory")
         for name in ("broadcast", "scatter", "gather", "all_gather", "all_to_all")
     },
 }
