@@ -34,7 +34,16 @@ def main(arguments: list[str]) -> int:
         seconds = options.minutes * 60
         function, given = "run.soak", {"seed": options.seed, "seconds": seconds}
         given["checkpoint"] = options.checkpoint
-    show = _Table().show
+    shown = 0
+
+    def show(figures: list[list[Figures]]) -> None:
+        """Print a line as soon as every rank has written its figures."""
+        nonlocal shown
+        ready = min(map(len, figures), default=0)
+        for at in range(shown, ready):
+            print(_line([of_rank[at] for of_rank in figures]), flush=True)
+        shown = max(shown, ready)
+
     return _judge(launch.run_on_ranks(options.world, function, given, seconds=seconds, watch=show))
 
 
@@ -49,19 +58,6 @@ def _judge(outcome: launch.Outcome) -> int:
             found += launch.complaints(name, outcome.figures, _WARM_UP)
     print("\n".join(found) or "every result was right, nothing grew")
     return int(bool(found))
-
-
-class _Table:
-    """Print a line as soon as every rank has written its figures."""
-
-    def __init__(self) -> None:
-        self._shown = 0
-
-    def show(self, figures: list[list[Figures]]) -> None:
-        ready = min(map(len, figures), default=0)
-        for at in range(self._shown, ready):
-            print(_line([of_rank[at] for of_rank in figures]), flush=True)
-        self._shown = max(self._shown, ready)
 
 
 def _line(ranks: list[Figures]) -> str:
