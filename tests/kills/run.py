@@ -187,21 +187,17 @@ class _Run:
         return found
 
     def _answer(self, number: int, seconds: float = _HANG_SECONDS) -> Any:
+        why = "does not answer"
         try:
             if self._pipes[number].poll(seconds):
                 return self._pipes[number].recv()
+            os.kill(self._pid(number), signal.SIGUSR1)
+            time.sleep(_STACKS_SECONDS)
         except (EOFError, ConnectionResetError):
             self._processes[number].join(PATIENCE_S)
-            code = self._processes[number].exitcode
-            raise _BrokenOffError(
-                f"rank {number} of the world: {code} {self._log_of(number)}"
-            ) from None
-        os.kill(self._pid(number), signal.SIGUSR1)
-        time.sleep(_STACKS_SECONDS)
-        raise _BrokenOffError(f"rank {number} of the world does not answer {self._log_of(number)}")
-
-    def _log_of(self, number: int) -> str:
-        return self._logs[number].read_text(errors="replace")[-3000:]
+            why = f"has ended with {self._processes[number].exitcode}"
+        printed = self._logs[number].read_text(errors="replace")[-3000:]
+        raise _BrokenOffError(f"rank {number} of the world {why} {printed}")
 
     def _pid(self, number: int) -> int:
         pid: int = self._processes[number].pid
