@@ -154,10 +154,10 @@ def _alike(chance: _Draw) -> list[Any]:
     return [*members, *(Made(kind, text(start + each * _MODULUS)) for each in further)]
 
 
-def _shape(chance: _Draw, dims_max: int = 4) -> list[int]:
+def _shape(chance: _Draw) -> list[int]:
     if chance.random() < 0.03:
         return [chance.choice((0, 1, 1 << 62))] * chance.choice((64, 65, 60_000))
-    return [_size(chance) for _ in range(chance.randrange(dims_max))]
+    return [_size(chance) for _ in range(chance.randrange(4))]
 
 
 def _tensor(chance: _Draw, _: int = 0) -> list[Any]:

@@ -148,11 +148,10 @@ class _Place:
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self.folder, self.rank, self.size = folder, rank, size
 
-    def come(self, point: str, but: int = -1) -> None:
-        """Wait until all ranks but one have got here."""
+    def come(self, point: str) -> None:
+        """Wait until all ranks have got here."""
         (self.folder / f"{point}.{self.rank}").touch()
-        wanted = self.size - (but >= 0)
-        while sum(1 for _ in self.folder.glob(f"{point}.*")) < wanted:
+        while sum(1 for _ in self.folder.glob(f"{point}.*")) < self.size:
             time.sleep(_PAUSE_S)
 
     def mark(self, name: str) -> None:
