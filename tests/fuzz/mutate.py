@@ -94,8 +94,12 @@ def _seed_objects() -> list[Any]:
     return [*found, {"w": torch.arange(10_000), "b": bytes(70_000)}]
 
 
-def _messages(codec: str) -> list[bytes]:
-    return [bytes(objcomm.to_tensor(obj, codec=codec).numpy()) for obj in _seed_objects()]
+def _messages() -> list[bytes]:
+    return [bytes(objcomm.to_tensor(obj, codec="msgpack").numpy()) for obj in _seed_objects()]
+
+
+def _metas(objs: Sequence[Any], codec: str = "msgpack") -> list[bytes]:
+    return [bytes(codec_named(codec).encode(obj).meta) for obj in objs]
 
 
 def _failures() -> list[bytes]:
@@ -185,34 +189,30 @@ _ANNOUNCED: Final[Sequence[Any]] = (
 )
 
 
+_SEEDS: Final[dict[str, Callable[[], list[bytes]]]] = {
+    "header": lambda: [header_of(rank, call_site="é" * rank).pack() for rank in range(3)],
+    "message": lambda: [*_messages(), *_bundles()],
+    "tensor": _messages,
+    "plain": lambda: _metas([*_seed_objects(), *_over_the_targets_buffer()]),
+    "restricted_pickle": lambda: _metas(_over_the_targets_buffer(), "pickle"),
+    "failure": _failures,
+    "bundle": _bundles,
+    "envelope": _envelopes,
+    "operands": lambda: _metas(_operands()),
+    "answer": lambda: _metas(_answers()),
+    "word": lambda: _metas(_ANNOUNCED),
+}
+
+
 def seeds(name: str) -> list[bytes]:
     """Return valid messages for a target."""
-    plain: dict[str, Callable[[], list[Any]]] = {
-        "plain": lambda: [*_seed_objects(), *_over_the_targets_buffer()],
-        "operands": _operands,
-        "answer": _answers,
-        "word": lambda: list(_ANNOUNCED),
-    }
-    if name in plain:
-        objs = plain[name]()
-        return [bytes(codec_named("msgpack").encode(obj).meta) for obj in objs]
-    if name == "restricted_pickle":
-        return [bytes(codec_named("pickle").encode(obj).meta) for obj in _over_the_targets_buffer()]
-    made = {"failure": _failures, "bundle": _bundles, "envelope": _envelopes}
-    if name in made:
-        return made[name]()
-    if name == "header":
-        return [header_of(rank, call_site="é" * rank).pack() for rank in range(3)]
-    return _messages("msgpack") if name == "tensor" else [*_messages("msgpack"), *_bundles()]
+    return _SEEDS[name]()
 
 
 # The share of inputs that are newly drawn; the rest are mutations, which are mostly refused early.
 _DRAWN_SHARES = {
-    "plain": 0.5,
-    "restricted_pickle": 0.5,
-    "operands": 0.1,
-    "answer": 0.1,
-    "word": 0.1,
+    **dict.fromkeys(("plain", "restricted_pickle"), 0.5),
+    **dict.fromkeys(("operands", "answer", "word"), 0.1),
 }
 
 
