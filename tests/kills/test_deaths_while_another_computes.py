@@ -3,14 +3,13 @@
 import os
 import random
 import signal
-import threading
 from typing import Any
 
 import pytest
 
 import objcomm
 from objcomm import TransportError, TransportTimeout
-from tests.group.helpers import error_in, hear, say, tell_all, when_main_thread_waits
+from tests.group.helpers import error_in, hear, in_thread, say, tell_all, when_main_thread_waits
 from tests.kills.plan import CALLS, FIRST_USE, GROUP, Trial, before_their_calls
 from tests.kills.run import carry_out
 from tests.ranks import ranks
@@ -105,8 +104,7 @@ def test_one_lane_reports_a_death_while_another_waits_for_the_same_rank() -> Non
         hear("rank 0 waits")
         os.kill(os.getpid(), signal.SIGKILL)
     if here().rank == 0:
-        collecting = threading.Thread(target=collect)
-        collecting.start()
+        collecting = in_thread(collect)
         when_main_thread_waits(lambda: say("rank 0 waits"))
         error = error_in(TransportError, lambda: objcomm.broadcast(None, src=1))
         collecting.join()
