@@ -12,7 +12,7 @@ import objcomm
 from objcomm import CollectiveError, TransportError, TransportTimeout
 from objcomm._world import communicator
 from tests.cases import case
-from tests.group.helpers import error_in, hear, say, tell_all
+from tests.group.helpers import error_in, hear, in_thread, say, tell_all
 from tests.standin import device
 from tests.standin.backend import Backend, journal
 from tests.standin.test_faults import assert_next_call_works, group_that_has_met, mine, refuse
@@ -103,8 +103,7 @@ def test_a_group_that_is_destroyed_during_a_transfer_ends_it_on_all_ranks() -> N
     threads = []
 
     def destroy() -> None:
-        threads.append(threading.Thread(target=dist.destroy_process_group, args=(group,)))
-        threads[0].start()
+        threads.append(in_thread(lambda: dist.destroy_process_group(group)))
         hear("raised on rank 0")
 
     if rank:
@@ -135,8 +134,7 @@ def test_a_failure_of_one_group_leaves_the_transfer_of_another() -> None:
             got.extend(int(each[0].cpu()) for each in objcomm.all_gather(given, group=two))
 
     journal().interrupt("broadcast", hold)
-    thread = threading.Thread(target=on_two)
-    thread.start()
+    thread = in_thread(on_two)
     assert has_begun.wait(PATIENCE_S)
     if rank:
         journal().interrupt("broadcast", refuse)

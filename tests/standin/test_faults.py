@@ -20,7 +20,7 @@ import torch.distributed as dist
 import objcomm
 from objcomm import BrokenGroupError, CollectiveError, TransportError, TransportTimeout, WireError
 from tests.cases import case
-from tests.group.helpers import error_in, hear, say, tell_all
+from tests.group.helpers import error_in, hear, in_thread, say, tell_all
 from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
 from tests.standin import device
 from tests.standin.backend import journal
@@ -240,8 +240,7 @@ def test_lanes_and_the_programs_own_calls_need_no_common_order() -> None:
     got: list[int] = []
     if rank:  # its transfer on lane a begins last, and that of the other rank first
         journal().interrupt("broadcast", hold)
-    thread = threading.Thread(target=on_lane_a)
-    thread.start()
+    thread = in_thread(on_lane_a)
     if rank:
         assert has_begun.wait(PATIENCE_S)
     else:
@@ -269,8 +268,7 @@ def test_ctrl_c_ends_a_wait_on_the_device() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    thread = threading.Thread(target=interrupt)
-    thread.start()
+    thread = in_thread(interrupt)
     with pytest.raises(KeyboardInterrupt):
         objcomm.broadcast(given, group=group)
     thread.join(PATIENCE_S)
