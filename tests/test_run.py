@@ -206,7 +206,7 @@ def test_ranks_of_torchrun_make_their_calls_through_objcomm(tmp_path: Path) -> N
     assert replaced.endswith(_REPLACED)
     assert "object collectives on 3 ranks" in head
     at = next(number for number, line in enumerate(lines) if line.startswith("  slowest lines "))
-    functions, slowest = [_row(each) for each in lines[1:at]], [*map(_row, lines[at + 1 :])]
+    functions, slowest = (list(map(_row, part)) for part in (lines[1:at], lines[at + 1 :]))
     # One call of each, on all ranks, is from the checkpoint, which gathers twice.
     assert {name: (ranks, calls) for name, ranks, calls, *_ in functions} == {
         "all_gather_object": ("3", "4"),
