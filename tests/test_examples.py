@@ -77,7 +77,9 @@ def test_only_the_main_rank_prints_and_all_worlds_print_the_same(
 
 @pytest.mark.long
 @pytest.mark.parametrize("world", WORLDS)
-def test_the_times_of_both_libraries_are_shown(world: str, printed_in: Callable[[str], Printed]) -> None:
+def test_the_times_of_both_libraries_are_shown(
+    world: str, printed_in: Callable[[str], Printed]
+) -> None:
     time = r"\d+\.\d\d ms"
     of_torch = "" if world == "world0" else rf"  torch +{time}"  # it refuses to run alone
     lines = printed_in(world)[TIMED][0].splitlines()

@@ -48,7 +48,9 @@ def test_one_slow_look_up_may_be_the_machines_and_two_in_a_row_are_the_resolvers
     assert twice.count == 3
 
 
-def test_a_resolver_that_loses_no_query_is_asked_many_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resolver_that_loses_no_query_is_asked_many_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     resolver = Resolver(monkeypatch)
     (found,) = lookups(1, {"::1": 0}, 100.0)
     assert found.seconds == pytest.approx(0.001)

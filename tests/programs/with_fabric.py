@@ -34,7 +34,8 @@ def main() -> None:
     settings: dict[str, Any] = {}
     for step in range(30):
         with timed(times):
-            settings = fabric.broadcast({"step": step, "w": torch.full((1000,), float(rank))}, src=1)
+            mine = {"step": step, "w": torch.full((1000,), float(rank))}
+            settings = fabric.broadcast(mine, src=1)
             name = fabric.broadcast(f"run of rank {rank}")
     write([rank, weights, settings["step"], settings["w"].sum().item(), name], times)
     torch.distributed.destroy_process_group()
