@@ -20,7 +20,7 @@ def main(hosts: int, ranks: int) -> None:
     slowest = max(each.first_seconds for each in seen.values())
     print(f"the first call took {slowest:.2f} s")
     print(f"wrong: {sorted({name for each in seen.values() for name in each.wrong}) or 'nothing'}")
-    for name in seen[0].more:
+    for name in next(iter(seen.values())).more:
         of_each = [each.more[name] for each in seen.values()]
         median = statistics.median(of_each)
         print(f"{name}: rank 0 {of_each[0]}, median {median:.0f}, most {max(of_each)}")
