@@ -141,7 +141,17 @@ for _number in ("0.0", "-0.0", "1.0", "0.1", "nan", "inf", "-inf", "5e-324", "16
     plain(f"float {_number}", functools.partial(float, _number))
 plain("complex", lambda: complex(-0.0, float("nan")))
 
-for _text in ("", "a", "\0", "a\0b\0", "é", "日本語", "\N{GRINNING FACE}", "\ud800 alone", "\u2028"):
+for _text in (
+    "",
+    "a",
+    "\0",
+    "a\0b\0",
+    "é",
+    "日本語",
+    "\N{GRINNING FACE}",
+    "\ud800 alone",
+    "\u2028",
+):
     plain(f"str {_text!a}", _always(_text))
 plain("str of 100 kB", lambda: "ü\0" * 50_000)
 plain("bytes that look like a frame", lambda: b"\x95" + struct.pack("<Q", 99_991) + bytes(99_991))

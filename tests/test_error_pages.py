@@ -32,7 +32,7 @@ _NOT_RAISED = (
 
 
 def test_the_page_is_written_from_the_texts_of_the_code() -> None:
-    assert _PAGE == written(_PAGE), "run: python -m tests.raised"
+    assert written(_PAGE) == _PAGE, "run: python -m tests.raised"
 
 
 def test_a_text_is_completed_and_a_list_is_filled() -> None:

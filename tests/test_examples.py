@@ -216,9 +216,7 @@ def test_the_notebook_shows_its_actual_output() -> None:
     afresh = nbformat.read(_EXAMPLES / "notebook.ipynb", as_version=4)  # type: ignore[no-untyped-call]  # it is untyped
     # Over TCP Jupyter asks for free ports that its kernel takes only a second later.
     chosen = Config(KernelManager={"transport": "ipc"})
-    nbclient.NotebookClient(
-        afresh, timeout=LIMIT_S, kernel_name="python3", config=chosen
-    ).execute()
+    nbclient.NotebookClient(afresh, timeout=LIMIT_S, kernel_name="python3", config=chosen).execute()
     assert len(shown(stored)) == 3
     assert shown(afresh) == shown(stored)
 

@@ -49,9 +49,7 @@ def run(folder: Path, *options: str, late: int, wrong: int = 0, unmarked: int = 
     [pytest.param((), marks=pytest.mark.long), ("-n", "2")],
     ids=["one process", "two processes"],
 )
-def test_only_timed_tests_get_a_second_try(
-    tmp_path: Path, options: tuple[str, ...]
-) -> None:
+def test_only_timed_tests_get_a_second_try(tmp_path: Path, options: tuple[str, ...]) -> None:
     report = run(tmp_path, *options, late=1, wrong=1, unmarked=1)
     found = re.search(r"=+ (.*) in [\d.]+s", report)
     assert found, report

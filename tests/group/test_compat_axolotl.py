@@ -142,9 +142,6 @@ def test_errors_name_what_was_called(hosts: int) -> None:
     assert_group_works()
 
 
-
-
-
 @ranks(2, joined=False)
 def test_queries_have_no_side_effect_and_calls_join_by_themselves() -> None:
     rank = here().rank

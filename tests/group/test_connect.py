@@ -576,9 +576,6 @@ def test_a_dead_rank_of_another_host_that_no_rank_used_is_named() -> None:
         assert 13 in error.peers
 
 
-
-
-
 @pytest.mark.parametrize("others", [0, 1, 2])
 @pytest.mark.parametrize("connected", ["for the first time", "after a desync"])
 @ranks(3, 4, expect_dead={1})

@@ -59,9 +59,6 @@ class CountingLink(BackendLink):
         """Do nothing: the backend is the group's own."""
 
 
-
-
-
 @contextlib.contextmanager
 def group_with_device_link() -> Iterator[tuple[Any, CountingLink]]:
     """Yield a new group of all ranks that treats the CPU as its accelerator, and its link."""

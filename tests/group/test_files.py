@@ -540,7 +540,7 @@ def _outlive(victim: int, layout: str, tmp_path: Path) -> None:
 
     It dies when it writes its third piece; rank 2, which only waits, when it begins to wait.
     """
-    rank, survivors = here().rank, [each for each in range(4) if each != victim]
+    survivors = [each for each in range(4) if each != victim]
     dying: Any = at_call(3, Copy, "write", lambda *_: os._exit(1))
     if victim == 2:
         dying = mock.patch.object(files, "Path", side_effect=lambda _: os._exit(1))

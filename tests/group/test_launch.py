@@ -53,9 +53,7 @@ def _chained(error: BaseException, cause: BaseException) -> BaseException:
     return error
 
 
-def test_results_are_in_rank_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_in_rank_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(THREADS, raising=False)
     factor = 10  # a closure's
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

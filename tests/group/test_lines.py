@@ -24,6 +24,7 @@ from tests.workers import here
 
 HERE = Path(__file__).name
 
+
 def _calls(size: int) -> dict[str, Callable[..., Any]]:
     """Calls without a line of their own, since a partial has none: the line is their caller's."""
     return {

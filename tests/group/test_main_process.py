@@ -176,7 +176,9 @@ def test_a_job_that_has_not_begun_is_not_a_world_of_one() -> None:
         partial(objcomm.metrics.gather_from_all_ranks, lambda: 1),
     ]
     for call in calls:
-        with pytest.raises(UsageError, match="says that there are other ranks.*init_process_group"):
+        with pytest.raises(
+            UsageError, match=r"says that there are other ranks.*init_process_group"
+        ):
             call()
     assert not objcomm.is_main(scope="node")
 

@@ -2,7 +2,6 @@
 
 import http
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -190,7 +189,7 @@ def test_a_function_that_raises_on_one_rank_raises_on_all() -> None:
             raise LookupError("no batches")
         return 1
 
-    gathers: list[tuple[str, Callable[[], Any]]] = [
+    gathers: list[tuple[str, Any]] = [
         ("gather_from_all_ranks", lambda: objcomm.metrics.gather_from_all_ranks(fn, 0)),
         ("gather_from_all_ranks", lambda: objcomm.metrics.gather_from_all_ranks(fn, failing)),
         ("gather_scalar_from_all_ranks", lambda: metrics.gather_scalar_from_all_ranks(fn)),
@@ -302,6 +301,7 @@ def test_reduce_and_broadcast_carries_any_values(nbytes: int) -> None:
 @pytest.mark.parametrize("failing", [0, -1])
 def test_a_raise_in_fn1_is_raised_on_all_and_fn2_is_not_called(failing: int) -> None:
     failing %= objcomm.world_size()
+
     def fn1() -> int:
         if objcomm.rank() == failing:
             raise LookupError("no such key")

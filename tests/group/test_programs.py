@@ -129,7 +129,10 @@ def collective(step: Step, rank: int, group: Any) -> Call:
         "reduce": (partial(objcomm.reduce, [mine], add, **dst, **options), wants_there),
         "all_reduce": (partial(objcomm.all_reduce, [mine], add, **options), wants),
         "barrier": (partial(objcomm.barrier, f"turn {step.turn}", group=group), None),
-        "gather_scalar": (partial(objcomm.gather_scalar, scalar, group=group, **dst), scalars_there),
+        "gather_scalar": (
+            partial(objcomm.gather_scalar, scalar, group=group, **dst),
+            scalars_there,
+        ),
         "all_gather_scalar": (partial(metrics.all_gather_scalar, scalar, group=group), scalars),
         "reduce_and_broadcast": (
             partial(objcomm.reduce_and_broadcast, lambda: mine, size_and_first, **options),
@@ -198,9 +201,12 @@ def judge(step: Step, rank: int, want: Any, take: Callable[[], Any]) -> None:
     """Check what a call returns, or whom its failure names."""
     must_fail = fails(step, rank)
     with case(step):
+        error = None
         try:
             got = take()
-        except CollectiveError as error:
+        except CollectiveError as raised:
+            error = raised
+        if error is not None:
             assert must_fail is not False
             assert set(error.failures) <= {step.failing, step.root}
             assert "lock" in str(error) or step.name.endswith("scalar")

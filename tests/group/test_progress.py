@@ -83,6 +83,7 @@ def _calls(size: int) -> dict[str, tuple[Callable[..., object], int]]:
         "async broadcast": (lambda **o: objcomm.broadcast(obj, async_op=True, **o).wait(), 1),
     }
 
+
 @ranks(2, 3, 4)
 def test_every_byte_is_counted_once_and_piece_by_piece() -> None:
     size = here().world_size
@@ -135,9 +136,7 @@ class Telling(Recording):
 
 
 @contextlib.contextmanager
-def after_pieces(
-    count: int, action: Callable[[], object], step: str = "_take"
-) -> Iterator[None]:
+def after_pieces(count: int, action: Callable[[], object], step: str = "_take") -> Iterator[None]:
     """Run ``action`` when ``count`` pieces have arrived, or left, before the next one.
 
     Args:

@@ -168,9 +168,12 @@ def test_an_operation_that_raises_on_one_rank_gives_all_the_same_outcome(
     failures = []
     for failing in range(size):
         outcome: list[Any] = ["returned"]
+        error = None
         try:
             CALLS[name](bytes(nbytes), add)
-        except CollectiveError as error:
+        except CollectiveError as raised:
+            error = raised
+        if error is not None:
             outcome = ["failed on", *error.failures]
             failures.append(failing)
             assert error.operation == name

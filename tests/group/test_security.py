@@ -142,9 +142,6 @@ def test_ranks_that_accept_only_msgpack_meet_fail_and_confirm() -> None:
     assert_group_works()
 
 
-
-
-
 @ranks(2)
 def test_a_large_message_of_a_refused_codec_is_refused_unread() -> None:
     objcomm.barrier()
@@ -337,9 +334,6 @@ REFUSALS: dict[str, dict[str, Any]] = {
     "another codec": {"accept": {"msgpack"}},
     "a limit": {"max_nbytes": 1000},
 }
-
-
-
 
 
 #: Operations that move much data from one rank to all others.

@@ -23,7 +23,6 @@ from tests.ranks import ranks
 from tests.waits import PATIENCE_S, wait_until
 from tests.workers import here
 
-
 #: The function that connects a new group.
 CREATE = "objcomm._collectives.split.create"
 
@@ -71,7 +70,7 @@ def test_connecting_ends_before_the_limit_does() -> None:
 @ranks(3, expect_dead=[1])
 def test_the_others_do_not_wait_longer_for_a_rank_that_dies_while_they_connect() -> None:
     objcomm.barrier()  # or the timeout would include the world's first use
-    dying = mock.patch(CREATE, lambda *_, **__: exit_at_once())
+    dying = mock.patch(CREATE, side_effect=lambda *_, **__: exit_at_once())
     with dying if here().rank == 1 else contextlib.nullcontext():
         error_in(objcomm.ObjcommError, lambda: objcomm.split("all", timeout=6))
     assert torchs_groups() == 1

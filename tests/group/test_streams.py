@@ -61,7 +61,7 @@ def take(
 
     async def loop() -> None:
         async for each in stream(objs, src, **options):
-            taken.append(each)
+            taken.append(each)  # noqa: PERF401  # one by one, so that an error keeps the others
 
     if is_async:
         asyncio.run(loop())

@@ -113,9 +113,6 @@ def test_two_live_threads_cannot_hold_one_lane() -> None:
     assert_group_works()
 
 
-
-
-
 @ranks(2)
 def test_an_error_inside_a_lane_leaves_the_lane() -> None:
     with pytest.raises(KeyError), objcomm.lane("left early"):

@@ -497,7 +497,7 @@ def test_a_leaf_that_a_rank_lacks_counts_against_its_limit() -> None:
 def test_a_rank_without_memory_for_the_result_fails_every_rank() -> None:
     rank, last = here().rank, objcomm.world_size() - 1
     tensor = torch.ones(LARGE)
-    no_memory = mock.patch.object(structures, "room_for", lambda *_: torch.empty(2**60))
+    no_memory = mock.patch.object(structures, "room_for", side_effect=lambda *_: torch.empty(2**60))
     kind: Any = RuntimeError if rank == last else CollectiveError
     failing = pytest.raises(kind, match=r"memory|size")
     with no_memory if rank == last else nullcontext(), failing as caught:

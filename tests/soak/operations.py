@@ -299,12 +299,8 @@ OPERATIONS = {
     "gather": Operation(_gather, _at_root(_of_all), Pattern.ALL_TO_ONE, _ROOTED),
     "all_gather": Operation(_all_gather, _of_all, Pattern.ALL_TO_ALL, _OBJECTS),
     "scatter": Operation(_scatter, chunk_of, Pattern.ONE_TO_EACH, (*_ROOTED, "wrong length")),
-    "reduce": Operation(
-        _joining("reduce"), _at_root(_joined), Pattern.ALL_TO_ONE, _OPERATORS
-    ),
-    "all_reduce": Operation(
-        _joining("all_reduce"), _joined, Pattern.THROUGH_FIRST, _OPERATORS
-    ),
+    "reduce": Operation(_joining("reduce"), _at_root(_joined), Pattern.ALL_TO_ONE, _OPERATORS),
+    "all_reduce": Operation(_joining("all_reduce"), _joined, Pattern.THROUGH_FIRST, _OPERATORS),
     "all_to_all": Operation(_all_to_all, _of_all_for, Pattern.ALL_TO_ALL, _OBJECTS),
     "reduce_scatter": Operation(_reduce_scatter, _joined_for, Pattern.ALL_TO_ALL, _SCANNED),
     "scan": Operation(

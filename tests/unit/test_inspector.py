@@ -114,9 +114,7 @@ def test_it_does_not_matter_which_lane_made_the_ranks_connect() -> None:
     first, second = entry(0), entry(0, lane=5, lane_name="eval")
     met = entry(-1, began=T0)
     met_on_second = met | {"lane": 5, "lane_name": "eval"}
-    dumps = by_rank(
-        [met, first, second], [met_on_second, first, entry(0, lane=5)], [first, second]
-    )
+    dumps = by_rank([met, first, second], [met_on_second, first, entry(0, lane=5)], [first, second])
     assert "do not diverge: 2 calls match" in said(dumps)
 
 

@@ -12,7 +12,6 @@ from objcomm._transport.sockets import hang_up, open_sockets, other_ends
 from objcomm._transport.store import Clients, SharedStore, StorePart, loopback_store, read, under
 from objcomm._world import bare
 
-
 CLOSED = "has closed the connection"
 
 

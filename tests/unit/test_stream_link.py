@@ -4,11 +4,11 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -33,7 +33,6 @@ from tests.unit.stream_links import (
     room,
 )
 from tests.waits import PATIENCE_S, wait_until
-
 
 Make = Callable[..., AbstractContextManager[list[StreamLink]]]
 
@@ -259,6 +258,16 @@ def test_too_long_a_first_message_is_an_error_that_ends_nothing() -> None:
 _LENGTHS = st.one_of(st.integers(0, 300), st.sampled_from([1 << 16, (1 << 16) + 1, 200_000]))
 
 
+def posted_early(messages: list[tuple[int, int, bool]]) -> Iterator[int]:
+    """Number the messages whose receives are posted first: of each tag, those before a late one."""
+    late = set[int]()
+    for at, (tag, _, is_early) in enumerate(messages):
+        if not is_early:
+            late.add(tag)
+        if tag not in late:
+            yield at
+
+
 @given(st.lists(st.tuples(st.integers(0, 2), _LENGTHS, st.booleans()), max_size=30))
 def test_messages_arrive_in_the_order_of_their_tag(messages: list[tuple[int, int, bool]]) -> None:
     """The buffers hold no message whole; receives are posted early or late."""
@@ -269,13 +278,7 @@ def test_messages_arrive_in_the_order_of_their_tag(messages: list[tuple[int, int
         flats = [filled(length, 1 + at) for at, (_, length, _) in enumerate(messages)]
         into = [room(length + is_early) for _, length, is_early in messages]
         tags = [TAG + tag for tag, _, _ in messages]
-        posted: dict[int, Any] = {}
-        late = set[int]()  # tags whose next receives must be posted late, too
-        for at, (tag, _, is_early) in enumerate(messages):
-            if not is_early:
-                late.add(tag)
-            if tag not in late:
-                posted[at] = receiver.recv(into[at], 0, tags[at])
+        posted = {at: receiver.recv(into[at], 0, tags[at]) for at in posted_early(messages)}
 
         def send() -> None:
             for each in [sender.send(flats[at], 1, tag) for at, tag in enumerate(tags)]:
