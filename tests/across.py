@@ -135,7 +135,7 @@ def _fail_on_the_last() -> None:
 
 def _met(steps: Steps, point: str) -> dist.ProcessGroup:
     """Wait at a point with a new group that has been used once."""
-    group = dist.new_group()
+    group: dist.ProcessGroup = dist.new_group()
     steps.step(f"{point}: before", lambda: objcomm.all_gather(objcomm.rank(), group=group))
     steps.reach(point)
     return group

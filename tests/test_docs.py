@@ -108,7 +108,7 @@ def test_a_first_page_runs_on_any_number_of_ranks_with_what_it_installs(
             continue
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
         command = [sys.executable, *(launcher if words[0] == "torchrun" else []), words[-1]]
-        done = by_command(command, cwd=tmp_path, PYTHONPATH=":".join(map(str, path)))
+        done = by_command(command, {"PYTHONPATH": ":".join(map(str, path))}, cwd=tmp_path)
         assert done.status == 0, f"{words}\n{done.err}"
         assert done.out
 

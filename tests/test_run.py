@@ -65,7 +65,7 @@ def test_a_program_finds_everything_as_without_objcomm(
 
     def surroundings(*words: str) -> object:
         command = [sys.executable, *options, *words, *program]
-        done = by_command(command, stdin="what is piped", PYTHONPATH=places)
+        done = by_command(command, {"PYTHONPATH": places}, stdin="what is piped")
         assert (done.status, done.err) == (0, "")
         return json.loads(done.out)
 

@@ -10,7 +10,7 @@ _TOLD = "objcomm.run: "
 
 def python(*words: str, **variables: str) -> Said:
     """Run a program with Python, and return how it ends."""
-    return by_command([sys.executable, *words], **variables)
+    return by_command([sys.executable, *words], variables)
 
 
 def torchrun(size: int, *words: str) -> Said:

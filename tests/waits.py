@@ -70,8 +70,7 @@ class Slowness:
         return self
 
     def __exit__(self, *_: object) -> None:
-        printed, _ = self._beside.communicate()
-        self.factor = max(1.0, float(printed))
+        self.factor = max(1.0, float(self._beside.communicate()[0]))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,12 +48,16 @@ def clean_environment() -> dict[str, str]:
 
 
 def by_command(
-    command: Sequence[str], *, cwd: Path | None = None, stdin: str | None = None, **variables: str
+    command: Sequence[str],
+    variables: Mapping[str, str] = MappingProxyType({}),
+    *,
+    cwd: Path | None = None,
+    stdin: str | None = None,
 ) -> Said:
     """Run a command line until it ends, in this process's environment without a launcher's."""
     done = subprocess.run(
         command,
-        env=clean_environment() | variables,
+        env=clean_environment() | dict(variables),
         cwd=cwd,
         input=stdin,
         capture_output=True,

@@ -90,7 +90,7 @@ def test_ranks_that_a_launcher_has_started_meet_in_its_store(agent: Agent, writt
 
 def torchrun(*arguments: str, **variables: str) -> Said:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    return by_command([*command, *DOCTOR[1:], LONG, *arguments], **variables)
+    return by_command([*command, *DOCTOR[1:], LONG, *arguments], variables)
 
 
 def test_under_torchrun_the_ranks_meet_in_its_store(written: Path) -> None:

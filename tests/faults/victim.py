@@ -154,8 +154,12 @@ def _before(owner: Any, name: str, strike: Strike) -> tuple[Any, str, Callable[.
 
 
 def _before_head(_: Case, strike: Strike) -> Places:
-    places = ((Exchange, "send_head"), (Exchange, "recv_heads"), (Mailbox, "meet"))
-    return [_before(*place, strike) for place in places]
+    places: list[tuple[Any, str]] = [
+        (Exchange, "send_head"),
+        (Exchange, "recv_heads"),
+        (Mailbox, "meet"),
+    ]
+    return [_before(owner, name, strike) for owner, name in places]
 
 
 def _after_head(_: Case, strike: Strike) -> Places:

@@ -595,7 +595,7 @@ def test_only_the_rank_that_dies_as_others_complete_is_named(others: int, connec
         with pytest.raises(objcomm.DesyncError):
             (objcomm.barrier if rank else objcomm.node_group)(group=group)
     if rank == 1:
-        connect._Joining.complete = announce_and_die  # type: ignore[method-assign]  # noqa: SLF001  # likewise
+        connect._Joining.complete = announce_and_die  # type: ignore[assignment,method-assign]  # noqa: SLF001  # likewise
     with within(3.0):
         error = error_in(TransportError, lambda: objcomm.barrier(group=group))
     assert error.peers == (1,)

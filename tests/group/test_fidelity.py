@@ -57,7 +57,7 @@ def test_device_places_received_tensors(device: str) -> None:
 
 @ranks(2)
 def test_a_class_of_a_test_module_keeps_its_identity_next_to_a_lambda() -> None:
-    mine = (samples.Colour.RED, samples.Run("a", []), lambda x: x)
+    mine: Any = (samples.Colour.RED, samples.Run("a", []), lambda x: x)
     colour, run, key = objcomm.broadcast(mine, src=1)
     assert colour is samples.Colour.RED
     assert type(run) is samples.Run

@@ -95,7 +95,7 @@ def test_a_leaf_that_is_not_a_number_is_contagious() -> None:
     large = torch.ones(LARGE)
     large[-1] = mine
     for op in ("min", "max"):
-        got = objcomm.all_reduce({"loss": mine, "t": torch.tensor(mine), "large": large}, op)
+        got: Any = objcomm.all_reduce({"loss": mine, "t": torch.tensor(mine), "large": large}, op)
         assert math.isnan(got["loss"])
         assert bool(got["t"].isnan())
         assert got["large"].isnan().nonzero().tolist() == [[LARGE - 1]]
@@ -107,7 +107,7 @@ def test_key_order_does_not_matter_and_the_result_has_that_of_the_lowest_rank() 
     keys = ["a", "b", "c"] if rank == 0 else ["c", "a", "b"]
     counts = collections.defaultdict(int, {key: ord(key) for key in keys})
     large = {key: torch.full((LARGE // 10,), float(ord(key))) for key in keys}
-    got = objcomm.all_reduce({"counts": counts, "large": large}, "sum")
+    got: Any = objcomm.all_reduce({"counts": counts, "large": large}, "sum")
     assert list(got["counts"]) == list(got["large"]) == ["a", "b", "c"]
     assert got["counts"].default_factory is int
     for key in "abc":

@@ -76,7 +76,9 @@ def test_a_wrong_answer_is_refused(kind: str) -> None:
     [
         ((*FOLLOWED, ""), PLACE._replace(may_follow=False), "already been sent"),
         ((None, (), (), ""), PLACE._replace(structure=None), "gave nothing"),
-        *[((*FOLLOWED, linked), PLACE, "joined") for linked in (LARGE, [], 5)],
+        ((*FOLLOWED, LARGE), PLACE, "joined"),
+        ((*FOLLOWED, []), PLACE, "joined"),
+        ((*FOLLOWED, 5), PLACE, "joined"),
     ],
     ids=["sent already", "no operand", "a tensor as a device", "a list as one", "a number as one"],
 )

@@ -112,7 +112,7 @@ def verdict_of(ranks: list[Rank]) -> Verdict:
     """Return the one verdict that all ranks have."""
     found = {rank.mesh.verdict for rank in ranks}
     assert len(found) == 1
-    verdict = found.pop()
+    verdict: Verdict | None = found.pop()
     assert verdict is not None
     return verdict
 

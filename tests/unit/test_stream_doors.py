@@ -166,7 +166,7 @@ def test_a_crowded_door_is_called_again(lost_seconds: float) -> None:
 
         def is_called_again() -> bool:
             links[0].move()
-            return doors.call.call_count > 2
+            return bool(doors.call.call_count > 2)
 
         wait_until(is_called_again, "another call")
         arrives(sent, links, filled(9))

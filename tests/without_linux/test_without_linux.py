@@ -16,7 +16,7 @@ _FOLDER = Path(__file__).parent
 
 def run(*words: str, statuses: Collection[int] = (0,)) -> str:
     """Return what a Python without Linux prints, including its child processes."""
-    done = by_command([sys.executable, *words], cwd=ROOT, PYTHONPATH=str(_FOLDER))
+    done = by_command([sys.executable, *words], {"PYTHONPATH": str(_FOLDER)}, cwd=ROOT)
     printed = done.out + done.err
     assert done.status in statuses, printed
     return printed
