@@ -45,8 +45,8 @@ try:
         sendrecv,
         ssend,
     )
-    from objcomm._training.data import Shard, loader
     from objcomm._training.files import broadcast_file
+    from objcomm._training.loader import Shard, loader
     from objcomm._training.metrics import (
         gather_scalar,
         reduce_and_broadcast,
