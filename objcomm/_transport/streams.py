@@ -489,7 +489,13 @@ class StreamLink:
     def farewell_of(self, peer: int) -> bytes:
         """See ``Connections``."""
         connection = self._connections.get(peer)
-        return b"" if connection is None or not connection.peer.ended else connection.peer.farewell
+        if connection is None:
+            return b""
+        if self._has_ended(peer) and not connection.peer.ended and not self.is_interrupted():
+            with self._lock:  # another thread is about to read it, but has not done so
+                connection.read(is_ending=True)
+                self._loop.wake_leader_if_over()
+        return connection.peer.farewell if connection.peer.ended else b""
 
     def abort(self, farewell: bytes = b"") -> None:
         """See ``Link``. A forked process only closes its copies, because the link is its parent's.

@@ -50,7 +50,7 @@ def expected(size: int, root: int | None) -> dict[str, torch.Tensor]:
     everyone = [assorted(rank) for rank in range(size)]
     for name, each in wanted.items():
         is_averaged = (each.is_floating_point() or each.is_complex()) and name != "eighths"
-        if root is None and is_averaged:
+        if root is None and is_averaged and size > 1:  # alone, even -0.0 stays
             wide = torch.complex128 if each.is_complex() else torch.float64
             with torch.no_grad():
                 each.copy_(torch.stack([mine[name].to(wide) for mine in everyone]).sum(0) / size)

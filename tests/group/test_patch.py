@@ -220,6 +220,8 @@ def test_torch_refuses_what_is_not_a_group() -> None:
     given: Any = "a group"
     boxes = [None, None]
     with patch(), pytest.warns(UserWarning, match="as a ProcessGroup"):
-        error = error_in(ValueError, lambda: dist.all_gather_object(boxes, 1, given), "a group")
+        error = error_in(
+            ValueError, lambda: dist.all_gather_object(boxes, 1, group=given), "a group"
+        )
     assert not isinstance(error, UsageError)
     assert_group_works()

@@ -44,7 +44,8 @@ def check(name: str, operands: Any, op: Any = operator.add, **options: Any) -> N
             got = objcomm.reduce(operands[rank], op, group_dst=root, **options)
             assert got == (prefixes[-1] if rank == root else None)
         return
-    wanted = {"scan": prefixes[rank], "exscan": [None, *prefixes][rank]}
+    first = op.identity if isinstance(op, objcomm.Op) else None
+    wanted = {"scan": prefixes[rank], "exscan": [first, *prefixes][rank]}
     assert CALLS[name](operands[rank], op, **options) == wanted.get(name, prefixes[-1])
 
 

@@ -45,9 +45,9 @@ def _in_a_block() -> None:
 # In each, the last rank fails and every rank raises.
 CALLS: dict[str, Callable[[], object]] = {
     "an object that can't be encoded": lambda: objcomm.all_gather(_unfit("no")),  # the user's line
-    "the same in flight": lambda: objcomm.all_gather(
+    "the same in flight": lambda: objcomm.all_gather(  # the user's line
         _unfit("no"), async_op=True
-    ).wait(),  # the user's line
+    ).wait(),
     "a long text": lambda: objcomm.all_gather(_unfit("é" * 1_000_000)),  # the user's line
     "a callback": lambda: objcomm.reduce_and_broadcast(_read if _is_last() else int, sum),
     "a callback of an operation in flight": lambda: objcomm.all_reduce(  # the user's line
