@@ -148,6 +148,8 @@ def test_loopback_is_wrong_between_hosts_and_right_on_one() -> None:
     assert found.remedy.startswith("set GLOO_SOCKET_IFNAME=eth0, or let the host's name")
     here = [report(rank, address=LOOPBACK) for rank in range(4)]
     assert findings(evidence(*here)) == []
+    alike = {rank: replace(each, host="node") for rank, each in whole.reports.items()}
+    assert "gloo-loopback" in {each.name for each in findings(replace(whole, reports=alike))}
 
 
 def test_hosts_that_cannot_reach_each_other_are_one_finding() -> None:

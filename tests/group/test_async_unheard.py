@@ -78,6 +78,7 @@ def test_a_call_behind_an_error_fails_with_it_as_on_the_ranks_that_began_it_befo
     *, is_async: bool
 ) -> None:
     objcomm.barrier()
+    earlier = objcomm.all_gather(1, async_op=True)
     works = [_start_mismatched()]
     with _rank_0_retrieves_last(works[0], *range(1, here().world_size)) as is_last:
         if is_last and not is_async:
@@ -85,6 +86,7 @@ def test_a_call_behind_an_error_fails_with_it_as_on_the_ranks_that_began_it_befo
         else:
             works += [objcomm.all_gather(each, async_op=True) for each in (2, 3)]
         _assert_all_raise(*works)
+    assert earlier.wait() == [1] * here().world_size
     tell_all("all have raised", "")
     assert_group_works()
 

@@ -166,7 +166,10 @@ def test_a_root_in_a_branch_of_its_own_is_not_logged() -> None:
             assert objcomm.broadcast("mine") == "mine"
         else:
             assert objcomm.broadcast(None) == "mine"
-    assert not found.told
+        assert not found.told
+        _mine("broadcast")()  # two lines without a branch
+        assert len(found.told) == (here().rank > 0)  # the source waits for no other rank
+    objcomm.barrier()
 
 
 @ranks(2, 3)

@@ -37,6 +37,7 @@ def test_a_small_dict_costs_one_exchange() -> None:
     config = {"lr": 1e-3, "layers": [64, 64], "name": "x" * 500}
     for operation in ("broadcast", "gather", "ddp_broadcast"):
         cost = cost_of(operation, config)
+        assert [*objcomm.stats()] == [operation.removeprefix("ddp_")]
         assert (cost.calls, cost.exchanges) == (1, 1)
         assert nbytes_of(cost) < 5_000 * objcomm.world_size()
     cost = cost_of("scatter", [config] * objcomm.world_size())

@@ -259,9 +259,9 @@ def _slow_to_listen() -> Iterator[threading.Event]:
 def test_a_short_timeout_reports_what_is_known_on_this_rank() -> None:
     objcomm.barrier()
     if here().rank == 0:
-        for name in ("recv", "probe"):
+        for name in ("recv", "probe", "mprobe"):
             error = error_in(TransportTimeout, lambda: getattr(objcomm, name)(1, timeout=0.02))  # noqa: B023  # called immediately
-            assert (error.missing, error.seconds) == ((1,), 0.02)
+            assert (error.operation, error.missing, error.seconds) == (name, (1,), 0.02)
             assert list(error.positions) == [0]
             assert error.positions[0].operation == name
             assert "test_p2p_polling.py" in error.positions[0].call_site

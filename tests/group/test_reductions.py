@@ -1,11 +1,11 @@
 """Reductions with a user's operation, scans, and reduce_scatter: order, copies, sizes, failures."""
 
 import collections
+import functools
 import itertools
 import operator
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -59,6 +59,16 @@ def test_operands_stay_in_rank_order_whatever_their_sizes(name: str) -> None:
         with case(small, large):
             check(name, operands)
     assert_group_works()
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("side", [2, 400])
+def test_a_function_of_tensors_gets_whole_tensors(side: int) -> None:
+    """Small ones are combined on one rank, large ones on several."""
+    size, random = objcomm.world_size(), torch.Generator().manual_seed(0)
+    matrices = [torch.randint(-2, 3, (side, side), generator=random) for _ in range(size)]
+    got = objcomm.all_reduce(matrices[objcomm.rank()], torch.matmul)
+    assert torch.equal(got, functools.reduce(torch.matmul, matrices))
 
 
 @ranks(1, 2, 3, 4)
@@ -333,7 +343,9 @@ def test_an_operand_of_reduce_scatter_that_cannot_be_encoded_fails_every_rank(nb
         objs: list[Any] = [bytes(nbytes)] * size
         if rank == culprit:
             objs[place] = threading.Lock()  # also the one that stays here
-        error = error_in(CollectiveError, partial(objcomm.reduce_scatter, objs, operator.add))
+        error = error_in(
+            CollectiveError, functools.partial(objcomm.reduce_scatter, objs, operator.add)
+        )
         assert list(error.failures) == [culprit]
     assert_group_works()
 
@@ -448,7 +460,7 @@ def test_an_operand_of_a_scan_that_cannot_be_encoded_fails_every_rank(
 ) -> None:
     for culprit in range(objcomm.world_size()):
         mine: Any = threading.Lock() if objcomm.rank() == culprit else bytes(nbytes)
-        error = error_in(CollectiveError, partial(CALLS[name], mine, operator.add))
+        error = error_in(CollectiveError, functools.partial(CALLS[name], mine, operator.add))
         assert list(error.failures) == [culprit]
     assert_group_works()
 

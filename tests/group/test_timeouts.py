@@ -27,6 +27,7 @@ from objcomm._transport import link
 from objcomm._transport.lane import Lane
 from objcomm._transport.store import loopback_store
 from tests.group.helpers import (
+    AWAIT_RANK_1,
     assert_group_works,
     error_in,
     hear,
@@ -36,6 +37,7 @@ from tests.group.helpers import (
     thread_states,
     when_main_thread_waits,
 )
+from tests.group.operations import OPERATIONS
 from tests.group.watched import hastily, patiently
 from tests.ranks import ranks, solo
 from tests.waits import PATIENCE_S, wait_until, within
@@ -71,10 +73,11 @@ def test_a_timeout_is_never_taken_for_a_death() -> None:
         objcomm.barrier(group=group)
     if here().rank == 0:
         with patiently():
-            works = [
-                objcomm.all_gather(1, group=group, timeout=1.0 + 0.0005 * turn, async_op=True)
-                for turn, group in enumerate(groups)
-            ]
+            works = []
+            for turn, group in enumerate(groups):
+                name = [*AWAIT_RANK_1][turn % len(AWAIT_RANK_1)]
+                limit: Any = {"timeout": 1.0 + 0.0005 * turn, "group": group, "async_op": True}
+                works.append(OPERATIONS[name](1, **AWAIT_RANK_1[name], **limit))
             for work in works:
                 assert error_in(TransportTimeout, work.wait).missing == (1,)
     tell_all("the end", "")

@@ -33,7 +33,7 @@ WRONG: dict[str, Sequence[Any]] = {
     "codec": ["nope", 3, ["pickle"]],
     "device": ["nope", 1.5, True],
     "dtype": ["float32", 3],
-    "group": [3, [0, 1], "world"],
+    "group": [0, 3, [0, 1], "world"],
     "key": ["x", 1.5, True],
     "missing": ["nope", 3, ["skip"]],
     "nproc": [0, "2", True, 1.5],

@@ -307,10 +307,10 @@ def test_a_queue_without_a_thread_refuses_a_job_and_serves_the_next() -> None:
 
 
 def test_alarms_ring_in_the_order_of_their_times_on_one_thread() -> None:
-    clock, rung = AlarmClock("of a test"), dict[int, int]()
+    clock, rung = AlarmClock("of a test"), list[tuple[int, int]]()
 
     def ring(number: int) -> None:
-        rung[number] = threading.get_ident()
+        rung.append((number, threading.get_ident()))
 
     # All alarms are set at the same moment, before the thread looks, however busy the machine is.
     still = SimpleNamespace(monotonic=partial(float, time.monotonic()))
@@ -318,8 +318,8 @@ def test_alarms_ring_in_the_order_of_their_times_on_one_thread() -> None:
         for number in (3, 1, 2):
             clock.set(0.01 * number, partial(ring, number))
     wait_until(lambda: len(rung) == 3, "all alarms")
-    assert list(rung) == [1, 2, 3]
-    assert len({*rung.values()}) == 1
+    assert [number for number, _ in rung] == [1, 2, 3]
+    assert len({thread for _, thread in rung}) == 1
 
 
 def test_a_cancelled_alarm_never_rings_and_holds_nothing() -> None:
