@@ -79,7 +79,7 @@ class DevicePath:
         """Run transfers, and return when this rank's device has completed them.
 
         They run on another thread, because a backend may block its caller in C++ until a peer
-        comes, or until it is aborted.
+        joins, or until it is aborted.
 
         Args:
             transfer: calls the other methods.
@@ -256,7 +256,7 @@ class DeviceLink(Protocol):
 
 
 class BackendLink:
-    """Tensor transfers over its own backend for a device type: NCCL, XCCL or another.
+    """Tensor transfers over a separate backend for a device type: NCCL, XCCL or another.
 
     Nothing in this class depends on the device type; the tests also run it with CPU tensors.
 
@@ -281,7 +281,7 @@ class BackendLink:
         self._is_aborted = False
         self._lock = threading.RLock()  # a destructor may abort it at any step
 
-    # ``wait`` makes the current stream wait for the backend's, and usually not the caller.
+    # ``wait`` makes the current stream, and usually not the caller, wait for the backend's.
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
         """See ``DeviceLink``."""
@@ -301,7 +301,7 @@ class BackendLink:
 
     def all_gather(self, flat: torch.Tensor, into: torch.Tensor) -> None:
         """See ``DeviceLink``."""
-        self._own()._allgather_base(into, flat).wait()  # noqa: SLF001  # all_gather_into_tensor's
+        self._own()._allgather_base(into, flat).wait()  # noqa: SLF001  # as all_gather_into_tensor
 
     def abort(self) -> None:
         """See ``DeviceLink``."""
@@ -338,7 +338,7 @@ def linked_devices(group: dist.ProcessGroup) -> dict[torch.device, str]:
     nothing on a device.
 
     Returns:
-        By device without an index, sorted by type, so that the order is the same on all ranks.
+        Names by device (without index), sorted by type, so that all ranks have the same order.
     """
     named: dict[str, str] = {}
     for device in group._device_types:  # noqa: SLF001  # torch has no public way to ask
@@ -351,7 +351,7 @@ def own_types(named: Mapping[str, str]) -> list[str]:
     """Return, sorted, the device types whose backend does not serve CPU memory.
 
     Args:
-        named: names of backends by device type; empty if there is none.
+        named: backend names by device type; an empty name if there is no backend.
     """
     hosts = {"", _HOST_BACKEND, named.get("cpu", _HOST_BACKEND)}
     return sorted(each for each, name in named.items() if name not in hosts)
@@ -389,7 +389,7 @@ class DevicePlace:
             # Raised if the device's module is not imported, or lacks a driver or the attribute.
             with contextlib.suppress(AttributeError, RuntimeError):
                 module: Any = torch.get_device_module(accelerator)
-                # Before its first use no data is on the device, and asking for the stream would
+                # Before its first use, no data is on the device, and asking for the stream would
                 # initialize it. A module without is_initialized needs no initialization.
                 if getattr(module, "is_initialized", _is_ready)():
                     self._stream = torch.accelerator.current_stream()

@@ -135,7 +135,7 @@ class Exchange(Transfers):
     def on_devices(
         self, transfer: Callable[[DevicePath], None], stream: torch.Stream | None = None
     ) -> None:
-        """Run transfers between devices, once the peers have everything sent over the link.
+        """Run transfers between devices, once the peers have received everything sent on the link.
 
         A rank that waits on a device link makes no progress on the other link, and a peer may need
         what was sent there before it can reach the device link.
@@ -145,8 +145,8 @@ class Exchange(Transfers):
             stream: the stream to use; if None, the caller's current one.
 
         Raises:
-            TransportError: the link was closed by a verdict, or this rank's backend has failed; in
-                that case without peers.
+            TransportError: the link was closed by a verdict, or this rank's backend has failed; the
+                latter names no peers.
         """
         self.hand_over()
         self.entry.is_on_devices = True
@@ -184,7 +184,7 @@ class Exchange(Transfers):
         unread: Collection[int] = (),
         heads_max: int | Sequence[int] = 1,
     ) -> list[Message]:
-        """Wait for the next first message of each of ``peers``.
+        """Wait for the next first message from each of ``peers``.
 
         Args:
             peers: the ranks over whose connections the messages arrive.
@@ -195,7 +195,7 @@ class Exchange(Transfers):
             heads_max: how many heads a bundle may contain; one number, or one per peer.
 
         Raises:
-            DesyncError: a peer is in another operation, or on another line where that counts.
+            DesyncError: a peer is in another operation, or at another line, if lines must agree.
             DecodeError: this rank does not accept the codec, and more of the message would follow.
             WireError: the bytes are not a message of this group and lane.
             TransportTimeout: the timeout expired; names all missing ranks.
@@ -230,11 +230,11 @@ class Exchange(Transfers):
 
         Args:
             raw: begins with the message.
-            sender: a rank.
+            sender: that rank.
             heads_max: how many heads a bundle may contain.
 
         Raises:
-            ObjcommError: as ``recv_heads``.
+            ObjcommError: as for ``recv_heads``.
         """
         gate, mine = self.gate, self.header
         theirs = gate.header_in(raw, sender)
@@ -249,13 +249,13 @@ class Exchange(Transfers):
         return message
 
     def _open_unread(self, raw: bytes, sender: int) -> Message:
-        """Like ``open``, for a message passed on; its reader checks whether it is an old one."""
+        """Open a message that is only passed on; its reader checks whether it is an old one."""
         header = self.gate.header_in(raw, sender)
         check_same_call(self.header, header, sender)
         return head_of(raw, header)
 
     def send_rest(self, message: Message, peers: Sequence[int]) -> None:
-        """Start sending the data that follows the head, to some ranks."""
+        """Start sending some ranks the data that follows the head."""
         if message.is_all_head:
             return
         beside = [peer for peer in peers if self._is_shared(message, peer)]
@@ -274,7 +274,7 @@ class Exchange(Transfers):
             self.confirm((), peers)
 
     def recv_rest(self, arriving: Sequence[tuple[int, Message]]) -> None:
-        """Wait for the data that follows the heads of some peers, from all at the same time."""
+        """Wait for the data that follows some peers' heads, from all of them at the same time."""
         arriving = [(peer, message) for peer, message in arriving if not message.is_all_head]
         if not arriving:
             return
@@ -295,7 +295,7 @@ class Exchange(Transfers):
         self.confirm([peer for peer, message in noticed if self._is_noticed(message)], ())
 
     def relay_rest(self, message: Message, root: int) -> None:
-        """Pass on the data that follows the head of ``root``'s message to all ranks, in pieces.
+        """Relay the data that follows the head of ``root``'s message to all ranks, in pieces.
 
         ``root`` sends the last piece only after each rank has signaled that it accepts the message.
         So if one rank rejects it, no rank has returned from the call.
@@ -324,7 +324,7 @@ class Exchange(Transfers):
         """Pass the data that follows some ranks' heads around a ring, from neighbor to neighbor.
 
         Args:
-            messages: one for each rank in the ring; None for a rank without one for the others.
+            messages: one for each rank in the ring; None for a rank that has none for the others.
             ring: the ranks, the same on each; a rank receives from the one before it.
         """
         size, at = len(ring), ring.index(self.rank)
@@ -350,7 +350,7 @@ class Exchange(Transfers):
         self.confirm([left], [right])
 
     def relay(self, flats: Sequence[torch.Tensor], root: int) -> None:
-        """Send bytes that all ranks agreed on, none empty, from ``root``'s memory to all others."""
+        """Send flat tensors that all ranks agreed on, none empty, from ``root`` to all others."""
         place = parent, children, chunk_nbytes = self._place(sum(f.numel() for f in flats), root)
         self._relay([piece for flat in flats for piece in flat.split(chunk_nbytes)], place, flats)
         self.confirm([] if parent is None else [parent], children)
@@ -359,8 +359,8 @@ class Exchange(Transfers):
         """Return memory that all ranks write and read; None if they are not all on one host.
 
         Also None if ``nbytes`` is too small to be worth it, or if the system has no such memory for
-        some rank. Either every rank calls this in the same operation, or none. On the first use in
-        a lane, ranks hand the memory to each other.
+        some rank. Either every rank calls this in the same operation, or none does. On the first
+        use in a lane, ranks hand the memory to each other.
         """
         others = list(self._others())
         is_worth_it = nbytes >= SHARED_MIN_NBYTES
@@ -410,7 +410,7 @@ class Exchange(Transfers):
             self._open(message, is_shared=self._is_shared(message, peer))
 
     def _open(self, message: Message, *, is_shared: bool) -> None:
-        """Allocate, once, for what follows a body, except what arrives with its own memory."""
+        """Allocate memory, once, for what follows a body, except what arrives with its own."""
         if not message.is_open:
             mapped_from = MAPPED_MIN_NBYTES if is_shared else math.inf
             open_body(message, self.device.devices, mapped_from)
@@ -522,12 +522,12 @@ class Exchange(Transfers):
         owner: object,
         are_all_ready: Callable[[], None] | None = None,
     ) -> None:
-        """Pass bytes on; the root sends the last ones only once all receivers are ready.
+        """Pass bytes on; the root sends the last ones only when all receivers are ready.
 
         Args:
             pieces: the bytes, or the memory for them.
             place: this rank's place.
-            owner: keeps the memory alive; a paced message has receipts.
+            owner: keeps the memory alive; if it is a paced message, each piece gets a receipt.
             are_all_ready: waits until the ranks that receive from this one are ready; None if more
                 data will follow.
         """

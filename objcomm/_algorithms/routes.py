@@ -58,7 +58,7 @@ def broadcast(
 
 
 def relay(exchange: Exchange, flats: Sequence[torch.Tensor], root: int) -> None:
-    """Send bytes that all ranks agreed on, none empty, from ``root``'s memory to all others."""
+    """Send flat tensors that all ranks agreed on, none empty, from ``root`` to all others."""
     workspace = exchange.workspace(sum(flat.numel() for flat in flats))
     if workspace is None:
         exchange.relay(flats, root)
@@ -144,10 +144,10 @@ def gather(
 
 
 def all_gather(exchange: Exchange, message: Message) -> list[Message]:
-    """Send every rank's message to every rank; returns them in rank order.
+    """Send every rank's message to every rank; return them in rank order.
 
-    First, all heads go to all ranks. Large data then goes from each rank to each at its own size,
-    or around rings if there are several hosts. If a rank failed, nothing large is sent, because all
+    First, all heads go to all ranks. Large data then goes directly from rank to rank, unpadded, or
+    around rings if there are several hosts. If a rank failed, nothing large is sent, because all
     ranks see the failure in the heads.
     """
     messages = all_gather_heads(exchange, message)
@@ -160,7 +160,7 @@ def all_gather(exchange: Exchange, message: Message) -> list[Message]:
         return messages
     others = [peer for peer in range(exchange.size) if peer != exchange.rank]
     if len({each.is_all_head for each in messages}) > 1:
-        # Otherwise a rank that sends nothing more would not notice if one rank rejected another's.
+        # Else a rank that sends nothing more would not notice if a rank rejected another's message.
         exchange.confirm(others, others)
     if len(set(exchange.hosts)) > 1:
         _pass_around(exchange, messages)
@@ -182,9 +182,9 @@ def _pass_around(exchange: Exchange, messages: Sequence[Message]) -> None:
     """Send what follows every rank's head around rings from host to host, then within each host.
 
     The first ranks of all hosts form one ring, the second ranks another, and so on. So each network
-    card carries everything just once in either direction. If ranks sent to each other directly, it
-    would carry it once per pair of ranks, and streams that reach a card at the same time lose
-    packets. Ranks of a host that has fewer of them are members of several rings.
+    card carries everything just once in each direction. If ranks sent to each other directly, a
+    card would carry it once per pair of ranks, and streams that reach a card at the same time lose
+    packets. Ranks of a host with fewer ranks are members of several rings.
     """
     if all(each.is_all_head for each in messages):
         return
@@ -210,10 +210,10 @@ def _pass_around(exchange: Exchange, messages: Sequence[Message]) -> None:
 
 
 def all_gather_heads(exchange: Exchange, message: Message) -> list[Message]:
-    """Send every rank's first message to every rank; returns them in rank order.
+    """Send every rank's first message to every rank; return them in rank order.
 
     Two ranks swap them. With more, one rank gathers them and sends all of them to all ranks as one
-    message. That takes two rounds instead of one, but with 4 ranks 6 messages instead of 12.
+    message. That takes two rounds instead of one, but 6 messages instead of 12 with 4 ranks.
     """
     if exchange.size == _PAIR:
         return _swap_heads(exchange, message)
@@ -273,10 +273,10 @@ def open_bundle(
 
 
 def scatter(exchange: Exchange, messages: Sequence[Message] | None, root: int) -> Message:
-    """Send one of ``root``'s messages to each rank; returns this rank's.
+    """Send one of ``root``'s messages to each rank; return this rank's.
 
-    ``root`` sends data after the heads directly to each rank, once all ranks that expect such data
-    have signaled that they accept it.
+    ``root`` sends what follows the heads directly to each rank, once all ranks that expect such
+    data have signaled that they accept it.
     """
     parent, children, below = topology.tree(exchange.rank, root, exchange.hosts)
     if messages is None:
@@ -342,11 +342,10 @@ def _send_bundle(exchange: Exchange, bundle: Message, peer: int) -> None:
 
 
 def all_to_all(exchange: Exchange, messages: Sequence[Message]) -> list[Message]:
-    """Send one message of every rank to each rank; returns those for this rank, in rank order.
+    """Send one message from every rank to each rank; return those for this rank, in rank order.
 
-    First, the heads go from each rank to each; those between two hosts are bundled. A rank that
-    failed says so in all of its heads, so all ranks know before large data is sent, each at its own
-    size.
+    First, the heads go from each rank to every other; those between two hosts are bundled. A rank
+    that failed says so in all of its heads, so all ranks know before large data is sent, unpadded.
 
     Args:
         exchange: the operation's exchange.
@@ -387,7 +386,7 @@ def all_to_all(exchange: Exchange, messages: Sequence[Message]) -> list[Message]
 def _swap_directly(
     exchange: Exchange, messages: Sequence[Message], peers: Sequence[int]
 ) -> dict[int, Message]:
-    """Send some ranks their heads, and receive theirs, by rank."""
+    """Send some ranks the heads for them, and return those from them, by rank."""
     for peer in peers:
         exchange.send_head(messages[peer], [peer], destination=peer)
     return dict(zip(peers, exchange.recv_heads(peers), strict=True)) if peers else {}
@@ -521,7 +520,7 @@ def all_meet(exchange: Exchange, message: Message) -> None:
 def meet_before_devices(exchange: Exchange) -> None:
     """Return once every rank is ready for what follows on the devices.
 
-    Only a verdict ends a wait there, and its communicator with it. So a rank that has no memory for
-    the data, or rejects a message, must raise before any rank waits there, and so must all others.
+    Only a verdict ends a wait there, and it ends the communicator, too. So if a rank has no memory
+    for the data, or rejects a message, all ranks must raise before any of them waits there.
     """
     all_meet(exchange, compose(exchange.header, b""))

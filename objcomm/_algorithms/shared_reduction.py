@@ -1,8 +1,8 @@
 """Large tensors combined by ranks that share a host; each reads the others' operands in place.
 
 Every rank copies its operands, one batch per owner at a time, into memory that the owner reads. The
-owner writes the results to memory that all ranks read. Between these steps, each rank signals each
-other one. The shared memory holds only a few pieces and is reused, so it stays in the processor's
+owner writes the results to memory that all ranks read. Between these steps, each rank signals every
+other. The shared memory holds only a few pieces and is reused, so it stays in the processor's
 cache. 64 MiB among 4 ranks on 2 cores took half as long as with Gloo's ring, which copies the bytes
 through the kernel twice.
 """
@@ -57,7 +57,7 @@ class _Run:
     """One reduction, as seen by this rank.
 
     The content of the workspace is overwritten two turns later. By then every rank has used it,
-    because each rank signals the turn in between only after that.
+    because each rank signals in the turn in between only after that.
     """
 
     def __init__(self, exchange: Exchange, workspace: Workspace, *, is_taker: bool) -> None:

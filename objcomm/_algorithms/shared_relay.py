@@ -22,7 +22,7 @@ Piece = list[tuple[torch.Tensor, slice]]
 def relay(
     exchange: Exchange, flats: Sequence[torch.Tensor], root: int, workspace: Workspace
 ) -> None:
-    """Copy ``root``'s bytes to all ranks; all call this with equally many bytes, or none does.
+    """Copy ``root``'s bytes to all ranks; all call this with the same total size, or none does.
 
     Args:
         exchange: the operation's exchange.

@@ -3,16 +3,16 @@
 Each piece of the tensors has an owner. All ranks send it their operands of the piece. It combines
 them in rank order and sends the result back (a reduce-scatter, then an all-gather, each directly
 from rank to rank). So each element is computed once, in rank order, and is identical on all ranks.
-The data is sent without a message of its own, because the ranks have agreed on it before.
+The data is sent without a head, because the ranks have already agreed on it.
 
-The transfers are objcomm's own instead of ``dist.all_reduce``, so that a waiting rank notices when
-a peer dies (see ``Transfers.ended``) and two lanes cannot mix.
+The transfers are objcomm's own, not ``dist.all_reduce``, so that a waiting rank notices when a peer
+dies (see ``Transfers.ended``) and two lanes cannot mix.
 
 Tensors on accelerators are combined there, in the same order. Each rank receives one part of every
 tensor and sends its result to all (an all-to-all, then an all-gather, both over the device link).
-NCCL's own all-reduce would accumulate half precision in half precision, in an order other than that
-of the ranks, and it supports fewer dtypes and operators, so a result would depend on the tensor's
-device. Both move the same number of bytes.
+NCCL's own all-reduce would accumulate half precision in half precision, not in rank order, and it
+supports fewer dtypes and operators, so a result would depend on the tensor's device. Both
+move the same number of bytes.
 """
 
 import itertools
@@ -103,7 +103,7 @@ class _Run:
                 self._received_from.add(peer)
 
     def _slots(self, row: int, peer: int, pieces: list[Piece]) -> list[torch.Tensor]:
-        """Return memory for one rank's operands, reused by the batch ``_AHEAD`` later."""
+        """Return memory for one rank's operands, reused ``_AHEAD`` batches later."""
         ends = list(itertools.accumulate(aligned(piece.operand_nbytes) for piece in pieces))
         nbytes = ends[-1] if ends else 0
         memory = self._memory.get((row, peer))
@@ -115,7 +115,7 @@ class _Run:
         ]
 
     def _combine(self, batch: Batch) -> None:
-        # The last piece first: once it has arrived, all earlier ones have, and completely.
+        # The last piece first: once it has arrived, so have all earlier ones, completely.
         for piece in reversed(batch.pieces):
             for peer, arriving in self._arriving.get(piece, ()):
                 arriving.wait(peer)

@@ -40,7 +40,7 @@ def star(rank: int, root: int, size: int) -> Place:
 
 
 def binomial(rank: int, root: int, size: int) -> Place:
-    """A binomial tree: after k steps 2**k ranks have it. The largest subtree is served first."""
+    """A binomial tree: k steps reach 2**k ranks. The largest subtree is served first."""
     place = (rank - root) % size
     lowest = place & -place if place else 1 << size.bit_length()
     steps = [step for step in _powers_below(size) if step < lowest and place + step < size]
@@ -77,7 +77,7 @@ def in_order(rank: int, root: int, hosts: tuple[int, ...]) -> Place:
 
 
 def line(rank: int, root: int, size: int) -> Place:
-    """Each rank passes on to the next; none sends anything twice."""
+    """Each rank passes the bytes on to the next; none sends anything twice."""
     place = (rank - root) % size
     parent = (rank - 1) % size if place else None
     return parent, [(rank + 1) % size] if place + 1 < size else []
@@ -131,9 +131,9 @@ def _among(ranks: Sequence[int], rank: int, among: Callable[[int], Topology]) ->
 def whole_below(root: int, hosts: tuple[int, ...]) -> int:
     """Return the size below which a message goes whole along ``tree``, if its link can carry it.
 
-    A message does not go whole if it would be sent to another host twice. Nor does it if it is long
-    enough for a line of hosts and ``root``'s network card would have to carry a copy for each of
-    several hosts.
+    A message does not go whole if it would be sent to another host twice, or if it is long enough
+    for a line of hosts and ``root``'s network card would have to carry a copy for each of several
+    hosts.
 
     Args:
         root: root of the tree.
@@ -215,7 +215,7 @@ def _cut(ranks: list[int]) -> Iterator[list[int]]:
 
 
 def for_head(size: int) -> Topology:
-    """Return how a small message reaches ranks on one host, or ranks on one host each."""
+    """Return how a small message reaches the ranks of one host, or one rank of each host."""
     return star if size <= STAR_MAX_SIZE else binomial
 
 

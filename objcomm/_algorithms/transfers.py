@@ -99,7 +99,7 @@ class Loan(NamedTuple):
     """Memory that another rank on this host hands over to this one.
 
     Attributes:
-        buffers: receive the content.
+        buffers: where the content goes.
         peer: the rank that owns the memory.
         borrowed: the transfer.
     """
@@ -180,7 +180,7 @@ class Transfers:
         Args:
             flat: ``uint8``; must not change before ``finish``.
             peer: the rank to send to.
-            is_result: which of the two streams between two ranks it belongs to.
+            is_result: whether it belongs to the stream of results, not that of payloads.
             is_ended: whether the receiver waits for its end first; see ``ended``.
         """
         tag = self._result_tag if is_result else self._payload_tag
@@ -245,10 +245,10 @@ class Transfers:
             self.entry.sent_nbytes += nbytes_of([list(flats)])
 
     def borrow(self, buffers: Sequence[Buffer], peer: int) -> "Loan | None":
-        """Start receiving what ``peer`` hands over with ``share``; None if that is nothing.
+        """Start receiving what ``peer`` hands over with ``share``; None if there is nothing.
 
         Args:
-            buffers: receive the content: those with memory get a copy, the others are mapped.
+            buffers: where the content goes: copied to those with memory, mapped for the others.
             peer: the rank that hands it over.
         """
         if not buffers:
@@ -360,7 +360,7 @@ class Transfers:
         """Let ``finish`` wait for each unit's receipts in order, and report them to the meter.
 
         Call this before starting the sends. A rank may send a receipt only after the link has
-        announced that this rank posted the receive, and that would queue behind all that is sent.
+        announced that this rank posted the receive, and the announcement would queue behind them.
         """
         column = []
         for unit in units:

@@ -176,7 +176,7 @@ class Coding:
         """Decode the object in a message.
 
         Raises:
-            DecodeError: the object cannot be rebuilt here. The error gives its sender.
+            DecodeError: the object cannot be rebuilt here. The error names its sender.
             WireError: the message does not contain an object, or its signature is wrong.
         """
         header = message.header
@@ -213,8 +213,8 @@ class Call:
 
     Entering the context waits for the lane's earlier calls. Leaving it concludes the call, whatever
     has happened. In between, an operation takes two steps on the caller's thread: it encodes, and
-    does the rest. An asynchronous call passes the rest to ``later``. It then waits for earlier
-    calls, and is concluded, on the lane's thread.
+    does the rest. An asynchronous call passes the rest to ``later``. The lane's thread then runs it
+    after earlier calls, and concludes the call.
 
     Attributes:
         call_site: the user's ``file:line``.
@@ -272,7 +272,7 @@ class Call:
             allow: what a received pickle may refer to.
             progress: whether to show a progress bar.
             name: the name of this call, the same on all ranks; empty to identify it by its line.
-            called: the name of the user's function, if it differs from the operation's.
+            called: the name of the function that the user called, if not the operation's.
             async_op: whether the rest is passed to ``later``.
             raises_later: whether a verdict that this thread has yet to raise is left to its next
                 call, as an asynchronous call leaves it to its ``Work``.
@@ -353,7 +353,7 @@ class Call:
             )
             header = made(Header, fields)
             self._entry = entry = CallRecord(header, called, coding.codec_name, lane.name)
-            entry.began = called_at  # before a first call has waited for the other ranks
+            entry.began = called_at  # to include a first call's wait for the other ranks
             entry.is_confirmed = confirm or is_met
             gate = Gate(chosen, mesh.session, self.rank, path.devices)
             self.exchange = Watched(
@@ -432,7 +432,7 @@ class Call:
     def alone(self, produce: Callable[[], R]) -> R:
         """Return what ``produce`` returns; wrap its errors as a group of several ranks would.
 
-        In a region errors are not wrapped, because the end of the region reports them.
+        In a region, errors are not wrapped, because the end of the region reports them.
         """
         try:
             return produce()
@@ -450,7 +450,7 @@ class Call:
         return self._coding.copy(obj)
 
     def announcement(self, status: Status) -> Message:
-        """Return a message without a body, which consists of its status."""
+        """Return a message with a status but no body."""
         return compose(self.exchange.header, b"", status=status)
 
     def raise_failures(self, messages: Sequence[Message] = ()) -> None:
@@ -467,7 +467,7 @@ class Call:
             raise_together(self.operation, failures, own, self.rank)
 
     def decode_as(self, message: Message, fits: Callable[[Any], bool], what: str) -> Any:
-        """Decode an object that objcomm itself has sent and that must be of one kind.
+        """Decode an object that objcomm itself sent and that must be of a certain kind.
 
         Args:
             message: as for ``decode``.
@@ -508,7 +508,7 @@ class Call:
         *args: Any,
         **kwargs: Any,
     ) -> R | None:
-        """Return what ``read`` returns, unless a rank failed; called by every rank after traffic.
+        """Return what ``read`` returns, unless a rank failed; every rank calls this after traffic.
 
         With ``confirm=True``, an error raised here is raised on all ranks.
 
@@ -573,7 +573,7 @@ class Call:
         Returns:
             A ``Work`` with the result of ``rest``.
         """
-        # In a list that gets emptied, so the caller's object is released before the work ends.
+        # In a list that ``_go_on`` empties, so the caller's object is freed before the work ends.
         body, lane = partial(self._go_on, [rest]), self._lane
         if lane is None:
             return Work[R](self.operation, self.call_site).carry_out_here(body)
@@ -604,7 +604,7 @@ class Call:
 
     def __enter__(self) -> Self:
         if self._claim is not None:
-            return self  # it waits for earlier calls on the lane's thread
+            return self  # the lane's thread waits for earlier calls
         if self._lane is not None and self._lane.line is not None:
             try:
                 self._lane.drain()  # calls before this one
@@ -639,6 +639,6 @@ class Call:
         self._group.recorder.conclude(self._entry, error, self._began)
 
 
-#: Creates a call that sends only plain data. Every rank decodes it, whatever codecs it accepts from
-#: the program, so none can refuse it.
+#: Creates a call that sends only plain data. Every rank decodes that, whatever codecs the program
+#: accepts, so none can refuse it.
 plain_call = partial(Call, codec="msgpack", accept=("msgpack",))

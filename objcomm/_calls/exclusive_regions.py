@@ -60,7 +60,7 @@ class Region(NamedTuple):
 open_regions: ContextVar[tuple[Region, ...]] = ContextVar("objcomm_exclusive_regions", default=())
 
 
-class inside:  # noqa: N801  # used like a function, as those of contextlib
+class inside:  # noqa: N801  # used like a function, as in contextlib
     """Context manager that puts the calling thread inside a region."""
 
     def __init__(self, region: Region) -> None:
@@ -75,7 +75,7 @@ class inside:  # noqa: N801  # used like a function, as those of contextlib
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Not by a token: generators may leave regions in any order, and in another context.
+        # Not with a token: generators may leave regions in any order, and in another context.
         open_regions.set(tuple(each for each in open_regions.get() if each is not self._region))
 
 

@@ -62,7 +62,7 @@ class Group:
         places: group ranks by global rank.
         recorder: this rank's latest calls on the group, and their cost.
         timeout_seconds: the default timeout of a call.
-        hosts: the host of each rank, once ``node_group`` has asked; empty before.
+        hosts: the host of each rank; empty until ``node_group`` has asked for it.
         peers: the state of point-to-point messages; None before the first.
         streams: the lane on which each open ``stream`` was opened, and its number there.
     """
@@ -77,7 +77,7 @@ class Group:
         Args:
             process_group: torch's process group; None for calls without torch.distributed.
             world: torch's group of all ranks.
-            recorder: the recorder of a part; given if this is a part of the process group.
+            recorder: the part's recorder, if this is a part of the process group.
         """
         self.recorder = recorder_of(process_group) if recorder is None else recorder
         self.name = self.recorder.name
@@ -110,7 +110,7 @@ class Group:
         self._at_end: list[Callable[[], None]] = []
         self._end: Any = None
         if process_group is not None:
-            # On the process group, because a thread that waits for a message keeps this object.
+            # On the process group: a thread that waits for a message keeps this object alive.
             self._end = weakref.finalize(
                 process_group, _close, self._whole, self._channels, self._at_end
             )
@@ -137,7 +137,7 @@ class Group:
             operation: the name of the user's call.
             global_rank: the global rank, if given.
             group_rank: the group rank, if given.
-            argument: the argument's name for ``global_rank``; for ``group_rank`` it has the prefix
+            argument: the user's name for ``global_rank``; that for ``group_rank`` has the prefix
                 ``group_``.
 
         Returns:
@@ -165,7 +165,7 @@ class Group:
             return rank
         rank = _index(operation, argument, global_rank)
         if rank not in self.places:
-            # Suggest a group rank only if the number is one.
+            # Suggest a group rank only if the number could be one.
             is_place = 0 <= rank < self.size
             cure = f"; give a rank within the group as group_{argument}=" * is_place
             raise UsageError(
@@ -241,10 +241,10 @@ class Group:
 
     @property
     def near(self) -> Any:
-        """The group of this host's ranks, if it was created on the calling thread's lane before.
+        """The group of this host's ranks, if the calling thread's lane has already created it.
 
         Kept per lane: a lane's calls are the same on all ranks, so either all ranks remember the
-        group or none does. Another thread may not have made the same call yet on another rank.
+        group or none does. On another rank, another thread may not have made the same call yet.
         """
         return self._near.get(_lane_name.get(), _nothing)()
 
@@ -291,7 +291,7 @@ class Group:
 
     @functools.cached_property
     def device_backends(self) -> dict[torch.device, str]:
-        """The types of device that have a link between the ranks, and the backend of each."""
+        """The device types that have a link between the ranks, with the backend of each."""
         return linked_devices(self._own())
 
     def device_path(self, mesh: Mesh, lane: Lane) -> DevicePath:
@@ -303,7 +303,7 @@ class Group:
             )
             if path.linked:
                 mesh.at_end.append(path.abandon)
-                if mesh.verdict is not None:  # perhaps before that
+                if mesh.verdict is not None:  # it may have ended before that
                     path.abandon()
             lane.device_path = path
         return path
@@ -339,7 +339,7 @@ class Group:
                 channel.mark_raised(verdict)
 
     def channel(self, members: tuple[int, ...]) -> Channel:
-        """Return the channel between ``members``, in ascending order; needs no other rank."""
+        """Return the channel between ``members`` (in ascending order); needs no other rank."""
         channel = self._channels.get(members)
         if channel is None:
             made = self._joining(members, self._whole)
@@ -448,7 +448,7 @@ def _index(operation: str, argument: str, rank: object) -> int:
     return number
 
 
-class lane:  # noqa: N801  # used like a function, as those of contextlib
+class lane:  # noqa: N801  # used like a function, as in contextlib
     """Context manager that lets a second thread use a group, with its own sequence of calls.
 
     Calls on a lane match calls on the same lane of the other ranks, in order, whatever other
@@ -456,8 +456,8 @@ class lane:  # noqa: N801  # used like a function, as those of contextlib
 
     Args:
         name: the name of the lane, the same on every rank. Reuse a few names: over Gloo each lane
-            keeps 32 KiB per peer, and among some hundred names two may collide, which raises
-            UsageError.
+            keeps 32 KiB per peer, and among a hundred names, two may well collide, which
+            raises UsageError.
 
     Examples:
         >>> import objcomm
@@ -538,8 +538,8 @@ def resolve(group: GroupLike | Group, operation: str = "") -> Group:
         The group; a world of one if torch.distributed is not initialized.
 
     Raises:
-        UsageError: the environment promises other ranks, but nothing is initialized; or ``group``
-            is a mesh of several dimensions, or not a group.
+        UsageError: the environment says that there are other ranks, but nothing is initialized; or
+            ``group`` is a mesh of several dimensions, or not a group.
         NotInGroupError: this rank is not a member.
     """
     if isinstance(group, Group):
@@ -565,14 +565,14 @@ def is_main(group: GroupLike = None, *, scope: Literal["world", "node"] = "world
     Args:
         group: a process group, a one-dimensional device mesh, or None for the world.
         scope: ``"world"`` for the first rank of the group, ``"node"`` for the first rank on its
-            host. Hosts are known once ``objcomm.node_group`` was called for ``group``; without
-            that, the launcher's LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK or
+            host. Hosts are known once ``objcomm.node_group`` has been called for ``group``;
+            without that, the launcher's LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK or
             MPI_LOCALRANKID decides, for the world only.
 
     Raises:
         UsageError: ``scope`` is invalid, or was passed as ``group``; or the answer is unknown: the
             hosts for ``"node"`` are not known, or the process group is not initialized and no
-            environment variable has the rank. Raised on that rank.
+            environment variable gives the rank. Raised on that rank.
         NotInGroupError: ``scope`` is ``"node"`` and this rank is not a member of ``group``.
 
     Examples:

@@ -1,7 +1,7 @@
 """The traffic of a call as a context manager: the phase in which ranks wait for each other.
 
-After an error in this phase no rank knows what the others wait for. So the error is posted for all
-ranks and all connections of the mesh are closed: the others raise, too, instead of waiting.
+After an error in this phase, no rank knows what the others wait for. So the error is posted for all
+ranks, and all connections of the mesh are closed: the others raise, too, instead of waiting.
 """
 
 import sys
@@ -45,7 +45,7 @@ class Watched(Exchange):
     Attributes:
         mesh: the mesh that connects the ranks.
         is_confirmed: whether the ranks exchange their outcomes afterwards, in a separate round.
-        is_over: whether no other rank waits for this one in this call any more.
+        is_over: whether no other rank still waits for this one in this call.
     """
 
     is_confirmed = False
@@ -168,7 +168,7 @@ class Watched(Exchange):
         return proposal._replace(failures=(failure,))
 
     def mark_retrieved(self) -> None:
-        """Record that the program retrieves this call's error, which another thread has met."""
+        """Record that the program retrieves this call's error, which another thread hit."""
         verdict = self.mesh.verdict
         if self._is_unretrieved and verdict is not None:
             self.mesh.mark_raised(self.lane.owner)
@@ -178,7 +178,7 @@ class Watched(Exchange):
     def _is_raised_later(self) -> bool:
         """Whether another thread made the call, and raises the error when it asks the ``Work``.
 
-        Until then, calls that that thread begins belong to the closed connections: another rank may
+        Until then, calls that the thread begins belong to the closed connections: another rank may
         have begun the matching call before they were closed.
         """
         lane = self.lane

@@ -118,7 +118,7 @@ class Work(Generic[T_co]):
             operation: the name of the operation.
             call_site: the user's ``file:line`` that started it.
             waited: shows the watchdog which thread waits for it.
-            envelopes: of a receive; filled with the envelope of each message received.
+            envelopes: filled with the envelope of each message that a receive gets.
             on_error: called when the program first retrieves the error.
         """
         self._envelopes = envelopes
@@ -168,8 +168,8 @@ class Work(Generic[T_co]):
 
         Args:
             timeout: how long to block, in seconds or as a timedelta; 0 does not block, None means
-                no limit. The operation continues when this timeout expires; it ends by its own
-                ``timeout=``.
+                no limit. The operation continues when this timeout expires; its own
+                ``timeout=`` limits it.
 
         Returns:
             What the operation returns without ``async_op``.
@@ -226,7 +226,7 @@ class Work(Generic[T_co]):
 
     @property
     def envelope(self) -> Envelope:
-        """Sender, tag and length of the message that a receive got; never blocks.
+        """Sender, tag and length of the message that was received; never blocks.
 
         Available even if the object could not be rebuilt.
 
@@ -331,7 +331,7 @@ class Work(Generic[T_co]):
             raise
 
     def disown(self) -> None:
-        """Suppress the warning about a work never waited for: the caller does not get it."""
+        """Suppress the warning about a work never waited for: its caller does not get the work."""
         self._is_asked = True
 
     def job(self, body: Callable[[], T_co]) -> Callable[[], None]:
@@ -340,11 +340,11 @@ class Work(Generic[T_co]):
         is_inference, has_grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
         def rest() -> T_co:
-            # Torch keeps these per thread, and the operator of a reduction may compute.
+            # Torch keeps these per thread, and a reduction's operator may compute with tensors.
             with device, torch.inference_mode(is_inference), torch.set_grad_enabled(has_grad):
                 return body()
 
-        # A partial and not a function: an error's traceback would hold its frame, and so the work.
+        # A partial: an error's traceback would hold a function's frame, and so the work.
         return functools.partial(context.run, self.carry_out, rest)
 
     def _has_ended_within(self, seconds: float | None) -> bool:
@@ -413,7 +413,7 @@ class Work(Generic[T_co]):
         )
 
 
-# At most this many works show which thread waits for them, which is repeated at each completion.
+# At most this many works show which thread waits for them: it is set again at each completion.
 _NOTED_MAX = 64
 
 
@@ -440,7 +440,7 @@ def as_completed(works: Iterable[Work[T]], timeout: Timeout = None) -> Iterator[
     """
     seconds = _limit_of("as_completed", timeout)
     each = _checked("as_completed", works)
-    by_future = {work._future: work for work in each}  # noqa: SLF001  # its own class's business
+    by_future = {work._future: work for work in each}  # noqa: SLF001  # same module
     del each
     ended = futures.as_completed(by_future, seconds)
     while True:
@@ -455,7 +455,7 @@ def as_completed(works: Iterable[Work[T]], timeout: Timeout = None) -> Iterator[
 
 
 def _limit_of(name: str, timeout: Timeout) -> float | None:
-    """Return a timeout in seconds, or None for no limit; unlike an operation's it may be 0."""
+    """Return a timeout in seconds, or None for no limit; unlike an operation's, it may be 0."""
     if timeout is None:
         return None
     if not isinstance(timeout, bool) and timeout in (0, timedelta(0)):

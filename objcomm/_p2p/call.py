@@ -63,7 +63,7 @@ _FAILURE = int(Status.FAILURE)
 class P2PCall:
     """The common part of a send and a receive; creating it checks arguments and starts nothing.
 
-    As a context manager it records the call before its body runs, and its outcome afterwards.
+    As a context manager, it records the call before its body runs, and its outcome afterwards.
 
     Attributes:
         operation: SEND or RECV.
@@ -238,7 +238,7 @@ class P2PCall:
 
 
 def _numbered(header: Header, mesh: Mesh, lane: Lane, sequence: int) -> Header:
-    """Return the header of a message that has its number on a lane."""
+    """Return a message's header with the message's number on a lane."""
     return made(Header, (*header[:5], lane.number, 0, mesh.number, sequence, *header[9:]))
 
 
@@ -318,7 +318,7 @@ class Send(P2PCall):
     def _launched(
         self, pair: Pair, obj: object, message: Message | None = None, *, is_kept: bool = True
     ) -> Work[None]:
-        """Do as ``launch`` for a call that has begun; ``message`` is None if not encoded yet."""
+        """Launch a call that has begun; ``message`` is None if it is not encoded yet."""
         place = None
         try:
             if message is None:
@@ -384,7 +384,7 @@ class Send(P2PCall):
             del work  # it holds the error, whose traceback holds this frame
 
     def _launch_to_itself(self, obj: object) -> Work[None]:
-        """Do as ``launch``; the work ends when this rank receives what it has sent to itself."""
+        """Launch a send to this rank; the work ends when this rank receives the message."""
         self.begin()
         work = self.work()
         self._rest = [work.job(self._go_on_taken)]
@@ -412,7 +412,7 @@ class Send(P2PCall):
             if self._ended_by is not None:
                 raise self._ended_by
 
-    def _hand_over(self, pair: Pair, is_brief: bool) -> None:  # noqa: FBT001  # a callback's
+    def _hand_over(self, pair: Pair, is_brief: bool) -> None:  # noqa: FBT001  # a callback
         """Have another thread continue when the turn has come; the calling thread must not."""
         line = pair.departing if is_brief else self._peers.pool
         try:
@@ -431,7 +431,7 @@ class Send(P2PCall):
                 self._offering()
 
     def _give_up(self, pair: Pair) -> None:
-        """End the call because its limit has passed before its turn came."""
+        """End the call because its limit passed before its turn came."""
         if self.claim():
             self._finish(TransportTimeout(self._name, (pair.peer,), self._deadline.seconds))
 
@@ -468,7 +468,7 @@ class Send(P2PCall):
             self._verdict = verdict
             self._take_up(pair, message)
 
-    def _take_up(self, pair: Pair, message: Message, is_taken: bool = False) -> None:  # noqa: FBT001, FBT002  # a callback's
+    def _take_up(self, pair: Pair, message: Message, is_taken: bool = False) -> None:  # noqa: FBT001, FBT002  # a callback
         """Note that the head was sent, or how the offer ended; the second call starts the rest."""
         self._is_taken |= is_taken
         self.entry.is_served |= is_taken
@@ -483,7 +483,7 @@ class Send(P2PCall):
             try:
                 line.submit(rest)
             except RuntimeError as error:  # no more threads can start
-                if is_taken:  # in a step of the link, which must not wait, and ends by this error
+                if is_taken:  # in a step of the link, which must not wait, and ends with this error
                     self._finish(error.with_traceback(None))
                     raise
                 rest()
@@ -514,7 +514,7 @@ class Send(P2PCall):
 
     @property
     def _device_types(self) -> str:
-        """The device types that large members may leave directly, comma-separated."""
+        """The device types from which large members may be sent directly, comma-separated."""
         # Data that travels outside messages is not signed.
         is_plain = self._coding.settings.secret is None
         return ",".join(each.type for each in self._devices) if is_plain else ""
@@ -544,7 +544,7 @@ class Send(P2PCall):
         self._peers.mailbox.deliver(Arrived(rank, tag, 0, obj=own, on_taken=on_taken))
 
     def _message(self, obj: object, types: str) -> Message:
-        """Encode; turn an error into a failure message. It is raised after that has been sent."""
+        """Encode; an error becomes a failure message, and is raised after that has been sent."""
         try:
             return self._coding.message(self.entry.header, obj, types or None)
         except BaseException as error:  # noqa: BLE001  # raised by ``_transmit``
@@ -569,7 +569,7 @@ class Send(P2PCall):
 
         Raises:
             TransportTimeout: earlier messages waited for the receiver, or it did not connect.
-            ObjcommError: the reason for which the connection has ended.
+            ObjcommError: the connection has ended; the error says why.
         """
         pair.check_uninterrupted(self._name)
         deadline = self._deadline
@@ -646,7 +646,7 @@ class Receive(P2PCall):
 
         Returns:
             False if no more threads can start: the work has ended with that error, and the message
-            is left.
+            is not taken.
         """
         # Earlier messages may take long to come in, and this one's sender waits meanwhile.
         self.entry.is_served = request.arrival is not None
@@ -688,7 +688,7 @@ class Receive(P2PCall):
 
         Raises:
             UsageError: this rank waits for itself, and has sent nothing.
-            ObjcommError: the reason for which no message will come.
+            ObjcommError: no message will come; the error says why.
         """
         group = self.group
         is_alone = self.peer == group.rank or group.size == 1
@@ -765,7 +765,7 @@ class Receive(P2PCall):
         """Put a request to the mailbox, and listen to all possible senders from now on.
 
         Raises:
-            ObjcommError: no message has come, and no rank that may send one can do so any more.
+            ObjcommError: no message has come, and none of the ranks that may send one still can.
             RuntimeError: this process can start no more threads.
         """
         mailbox, entry = self._peers.mailbox, self.entry
@@ -826,7 +826,7 @@ class Receive(P2PCall):
         """Return the message that an ended request has found.
 
         Raises:
-            ObjcommError: the reason for which no message will come.
+            ObjcommError: no message will come; the error says why.
         """
         if request.verdict is not None:
             self._raise(request.verdict)
@@ -888,11 +888,11 @@ class Receive(P2PCall):
     def _taken_in(self, raw: bytes, header: Header, peer: int, mesh: Mesh, lane: Lane) -> Message:
         """Take in the rest of a message whose first part has arrived."""
         self.entry.is_served = True
-        self.entry.withdraw = None  # the sender waits, too: only both can end this
+        self.entry.withdraw = None  # the sender waits, too: only both together can end this
         self._deadline.leave(_TRANSFER_SECONDS)
         exchange = self._joined(mesh, lane, header.sequence)
         stream = stream_beside(after_current=False) if header.flags & _ON_DEVICE else None
-        # Memory for the received data belongs to that stream, so it does not wait for another one.
+        # Memory for the received data belongs to that stream, so using it waits for no other one.
         place = contextlib.nullcontext() if stream is None else DevicePlace(stream)
         with place, exchange:
             message = exchange.gate.take_in(raw, header)
@@ -937,7 +937,7 @@ def _hand_to_current(flats: Sequence[torch.Tensor], stream: torch.Stream | None)
 
 
 class HeldReceive(Receive):
-    """A receive of a specific message that was taken out of the mailbox before.
+    """A receive of a specific message that was already taken out of the mailbox.
 
     Attributes:
         arrival: the message.
@@ -945,7 +945,7 @@ class HeldReceive(Receive):
 
     arrival: Arrived
 
-    def awaited(self, *, is_probe: bool = False) -> Arrived:  # noqa: ARG002  # a receive's
+    def awaited(self, *, is_probe: bool = False) -> Arrived:  # noqa: ARG002  # as in ``Receive``
         """Return the message.
 
         Raises:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from objcomm._wire.header import Header
 
 
-# How much of one peer's messages this rank keeps unrequested; any more stays with the sender.
+# How many bytes of one peer's unrequested messages this rank keeps; the rest stay with the sender.
 _KEPT_MAX_NBYTES = 64 << 20
 # Maximum number of unmatched messages that an error lists.
 _SHOWN = 3
@@ -69,7 +69,7 @@ class Arrived:
         return self.header is None or self.header.is_all_head
 
     def is_lost(self, verdict: Verdict | None) -> bool:
-        """Return whether the end of its connection, for the reason in ``verdict``, loses it, too.
+        """Return whether it is lost if its connection ends for the reason in ``verdict``.
 
         The missing part of an incomplete message can't arrive any more, and its sender gets the
         same verdict. A message sent before a block failed may be part of that block, so it must not
@@ -79,7 +79,7 @@ class Arrived:
 
     @property
     def is_dead(self) -> bool:
-        """Whether its connection is known to have ended in a way that loses it."""
+        """Whether it is known to be lost because its connection has ended."""
         mesh = self.mesh
         return mesh is not None and mesh.verdict is not None and self.is_lost(mesh.verdict)
 
@@ -197,7 +197,7 @@ class _Shelves(Generic[N]):
         return iter(shelves[0] if shelves else ())
 
     def all(self) -> Iterator[N]:
-        """Iterate over all items in order, if each has only one pattern."""
+        """Iterate over all items in order; each must have only one pattern."""
         return self.under(*self.shelves)
 
 
@@ -224,7 +224,7 @@ class Mailbox:
         self._prompts: dict[int, Callable[[], object]] = {}
         self._numbers = itertools.count()
         self._lock = lock = guard()
-        self.is_interrupted: Callable[[], bool] = lock._is_owned  # noqa: SLF001  # as Condition asks
+        self.is_interrupted: Callable[[], bool] = lock._is_owned  # noqa: SLF001  # like Condition
         self._arrived = _Shelves[Arrived]()
         self._requests = _Shelves[RecvRequest]()
         self._kept_nbytes: dict[int, int] = {}
@@ -261,7 +261,7 @@ class Mailbox:
             return self._first((src, tag))
 
     def is_wanted(self, peer: int, tag: int) -> bool:
-        """Return whether a receive is waiting that such a message would complete."""
+        """Return whether such a message would complete a waiting receive."""
         with self._lock:
             waiting = self._requests.under(*_patterns(peer, tag))
             return any(not each.is_probe for each in waiting)
@@ -309,9 +309,9 @@ class Mailbox:
             self._notify(request)
 
     def has_room(self, peer: int) -> bool:
-        """Return whether another message of ``peer`` may come; if not, it is prompted once it may.
+        """Return whether ``peer`` may deliver another message; if not, it is prompted once it may.
 
-        It may not while its messages exceed their limit and no request waits for it or for any.
+        It may not while its messages exceed their limit and no request waits for it or any rank.
         """
         with self._lock:
             is_full = self._is_full(peer)
@@ -319,7 +319,7 @@ class Mailbox:
             return not is_full
 
     def _prompt(self) -> None:
-        """Prompt the peers for whose messages there is room again."""
+        """Prompt the refused peers for which there is room again."""
         with self._lock:
             ready = {peer for peer in self._refused if not self._is_full(peer)}
             self._refused -= ready
@@ -331,8 +331,8 @@ class Mailbox:
         found = self._first((request.src, request.tag))
         if found is not None and not request.is_probe:
             self._take(found)
-        # Set under the lock that the removal needs, too. If Ctrl-C comes before ``on_end`` is
-        # called, it is known which message to give back.
+        # Set under the same lock as the removal: if Ctrl-C comes before ``on_end`` is called, it is
+        # known which message to give back.
         request.arrival = found
         return found is not None
 
@@ -399,7 +399,7 @@ class Mailbox:
             return served
 
     def unmatched(self, request: RecvRequest) -> list[tuple[int, int]]:
-        """Return sender and tag of the first messages that have arrived from a request's sender."""
+        """Return sender and tag of the first few messages that came from a request's sender."""
         with self._lock:
             here = itertools.islice(self._arrived.under((request.src, None)), _SHOWN)
             return [(each.peer, each.tag) for each in here]

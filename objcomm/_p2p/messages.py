@@ -85,7 +85,7 @@ def send(
         obj: the object to send.
         dst: global rank of the receiver, which may be this rank.
         group_dst: the receiver as a rank within the group, instead of ``dst``.
-        tag: a receive takes messages of one tag, or of any; from 0 to 2**32 - 1.
+        tag: from 0 to 2**32 - 1; a receive takes messages with one tag, or with any.
         group: process group or one-dimensional device mesh with both ranks; None means the world.
         timeout: seconds or timedelta; None uses the group's timeout.
         codec: name of the codec that encodes the object.
@@ -93,7 +93,7 @@ def send(
             its ``wait`` returns.
 
     Returns:
-        None, once the message was accepted. A small one (up to 1.5 MiB, or 32 KiB over Gloo) is
+        None, once the message is accepted. A small one (up to 1.5 MiB, or 32 KiB over Gloo) is
         accepted as soon as the receiver has sent to this rank or received from it at least once. A
         large one is accepted by its ``recv``.
 
@@ -239,7 +239,7 @@ def isend(
         codec: name of the codec that encodes the object.
 
     Returns:
-        A ``Work``, whose ``wait`` returns once the message was accepted.
+        A ``Work``, whose ``wait`` returns once the message is accepted.
 
     Raises:
         ObjcommError: see ``objcomm.send``. Invalid arguments raise immediately. All other errors
@@ -469,8 +469,8 @@ def probe(
 ) -> Envelope:
     """Wait for a message that ``recv`` with the same arguments would take.
 
-    The message stays for a ``recv``. If several threads receive, another thread may take it first;
-    see ``objcomm.mprobe``.
+    The message is left for a ``recv``. If several threads receive, another thread may take it
+    first; see ``objcomm.mprobe``.
 
     Args:
         src: global rank of the sender. Without ``src`` and ``group_src``, any rank.
@@ -526,7 +526,7 @@ def iprobe(
         None
     """
     p2p_call = Receive(src, group_src, tag, group, name="iprobe")
-    # Neither counted nor recorded, because a polling program would fill the record with these.
+    # Neither counted nor recorded, because a polling program would flood the record.
     found = p2p_call.peek(is_probe=True)
     return None if found is None else p2p_call.envelope_of(found)
 

@@ -70,13 +70,13 @@ _SEND = int(Operation.SEND)
 
 
 def answer(mesh: Mesh, of: Operation, number: int) -> bytes:
-    """Encode an answer to the other rank about the message with a number."""
+    """Encode an answer to the other rank about the message with this number."""
     content = _ANSWER.pack(of, number)
     return content + mesh.proof(mesh.rank, content)
 
 
 class Offers:
-    """The offers of one of two ranks over one connection that the other rank has not answered yet.
+    """One rank's offers to another over one connection, until the other answers them.
 
     The part of an offered message that follows its head stays with the sender until the receiver
     answers that it takes the message. No thread waits for that: a thread that waits for bytes of a
@@ -103,7 +103,7 @@ class Offers:
         self.peer = peer
         self.turns = TicketQueue()
         self._lock = guard()
-        self.is_interrupted: Callable[[], bool] = self._lock._is_owned  # noqa: SLF001  # as Condition asks
+        self.is_interrupted: Callable[[], bool] = self._lock._is_owned  # noqa: SLF001  # like Condition
         self._offered: dict[tuple[int, int], Callable[[bool], object]] = {}  # by answer and number
         self._is_over = False
 
@@ -122,7 +122,7 @@ class Offers:
             if not self._is_over:
                 self._offered[kind, number] = on_end
                 return
-        on_end(False)  # noqa: FBT003  # a callback's
+        on_end(False)  # noqa: FBT003  # a callback
 
     def withdraw(self, number: int, kind: Operation = Operation.TAKE) -> bool:
         """Take an offer back; return whether it still stood. If so, ``on_end`` is never called."""
@@ -142,7 +142,7 @@ class Offers:
         with self._lock:
             on_end = self._offered.pop(_ANSWER.unpack(content), None)
         if on_end is not None:  # else it was withdrawn
-            on_end(True)  # noqa: FBT003  # a callback's
+            on_end(True)  # noqa: FBT003  # a callback
         return True
 
     def fail(self) -> None:
@@ -152,13 +152,13 @@ class Offers:
             left = list(self._offered.values())
             self._offered.clear()
         for on_end in left:
-            on_end(False)  # noqa: FBT003  # a callback's
+            on_end(False)  # noqa: FBT003  # a callback
 
     def check(self) -> None:
         """Check that the connection has not ended.
 
         Raises:
-            ObjcommError: the reason for which it has ended.
+            ObjcommError: it has ended; the error says why.
         """
         if self.mesh.verdict is not None:
             raise self.mesh.verdict.error("send")
@@ -206,7 +206,7 @@ class DeviceTurn:
         """Run ``transfer`` once both ranks have reached it; the receiver must have room for it.
 
         Raises:
-            ObjcommError: the reason for which the connection has ended.
+            ObjcommError: the connection has ended; the error says why.
         """
         if not self._is_sender and not self._is_lower:
             self._say(Operation.READY)
@@ -223,7 +223,7 @@ class DeviceTurn:
         while not wait(_LOOK_SECONDS):
             self._offers.check()
 
-    def _on_answer(self, is_answered: bool) -> None:  # noqa: FBT001  # a callback's
+    def _on_answer(self, is_answered: bool) -> None:  # noqa: FBT001  # a callback
         if is_answered and not self._is_lower:
             self._place.take()
         self._is_over.set()
@@ -278,7 +278,7 @@ class Pair:
 
         Raises:
             BrokenGroupError: an earlier error has closed the connection permanently.
-            ObjcommError: the reason for which it was closed since the last call. The next call
+            ObjcommError: it was closed since the last call; the error says why. The next call
                 works.
             UsageError: the group was destroyed.
         """
@@ -295,7 +295,7 @@ class Pair:
         return mesh, lane
 
     def admit_among(self, operation: str) -> tuple[Mesh, Lane] | None:
-        """Do as ``admit`` for a call that other ranks can serve, too; None if this one never will.
+        """Do what ``admit`` does for a call others can serve, too; None if this one never will.
 
         Raises:
             ObjcommError: the other rank has died since the last call.
@@ -370,7 +370,7 @@ class Pair:
         if (
             (link is not None and link.is_interrupted())
             or (arrivals is not None and arrivals.offers.is_interrupted())
-            or self._lock._is_owned()  # noqa: SLF001  # as Condition asks
+            or self._lock._is_owned()  # noqa: SLF001  # like Condition
         ):
             raise UsageError(f"{operation}: {interrupted('a call with the same rank')}")
 
@@ -459,7 +459,7 @@ class _Arrivals:
         mailbox.expect(peer, mesh, partial(_prompt, weakref.ref(mesh), peer))
 
     def begin(self) -> None:
-        """Start a thread that attends, unless there is one; it does not keep the group alive.
+        """Start an attending thread, unless there is one; it does not keep the group alive.
 
         Raises:
             RuntimeError: this process can start no more threads; the next call tries again.
@@ -540,8 +540,8 @@ def _prompt(of: weakref.ref[Mesh], peer: int) -> None:
 def _concerns_any(verdict: Verdict) -> bool:
     """Return whether a verdict ends a wait for any rank.
 
-    The remaining ranks can still serve it after a program ended regularly, and after a failure that
-    concerned two ranks only.
+    The remaining ranks can still serve it after a program has ended normally, or after a failure
+    that concerned only two ranks.
     """
     is_grave = verdict.cause in (Cause.LOST, Cause.LEFT, Cause.FAILED)
     return is_grave and verdict.reason not in FAREWELLS

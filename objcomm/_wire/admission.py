@@ -32,7 +32,7 @@ from objcomm.errors import (
     sent_at,
 )
 
-# Looking up a member of an enumeration takes longer than all else that is done with it.
+# Looking up an enum member takes longer than everything else that is done with it.
 _VALUE, _BUNDLE = int(Status.VALUE), int(Status.BUNDLE)
 _WHOLE = int(Flag.WHOLE)
 
@@ -60,8 +60,8 @@ class Gate:
 
         Args:
             chosen: the options of the call.
-            purpose: what signatures depend on: the mesh's session, to which each of its ranks has
-                contributed a new random number.
+            purpose: what signatures depend on, such as the mesh's session, to which each of its
+                ranks has contributed a new random number.
             rank: this rank within the group.
             devices: devices for ``BufferKind.DEVICE`` buffers, see ``open_body``.
 
@@ -148,7 +148,7 @@ class Gate:
         Raises:
             AuthenticationError: it is an earlier message, this rank's own, or one for another rank.
             DesyncError: the other rank is in another operation or call, or has another root, name
-            or options.
+                or options.
             WireError: the message belongs to another group, lane or sender.
         """
         signer = self.signer
@@ -186,7 +186,7 @@ class Gate:
         """Accept a message, or begin to, if this rank's options permit it.
 
         A message that arrived completely with its head is opened. If the options refuse it, it is
-        only marked, because no more of it will come; ``Message.check`` raises then.
+        only marked, because no more of it will come; ``Message.check`` then raises.
 
         Args:
             raw: the received bytes; those after the head are ignored.

@@ -77,7 +77,7 @@ def from_tensor(
     Args:
         tensor: one-dimensional ``uint8``, on any device.
         device: device on which to place received tensors.
-        accept: the codecs with which it may be encoded.
+        accept: the codecs that it may be encoded with.
         allow: the classes and functions that a pickle may name; see ``objcomm.configure``.
 
     Returns:

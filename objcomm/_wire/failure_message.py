@@ -33,7 +33,7 @@ from objcomm.errors import (
 # A rank's own failure fits into the window with its header, whatever characters it contains.
 _TEXT_MAX_NBYTES = 8000
 _NAME_MAX_NBYTES = 500
-# Limit for all failures in one message, which more than 60 ranks that fail together may share.
+# Limit for all failures in one message; long texts are cut if over 60 ranks fail together.
 _MESSAGE_MAX_NBYTES = 1 << 20
 _ERRORS = "surrogatepass"
 
@@ -44,7 +44,7 @@ _DEMO = f"{_PACKAGE}demo/"  # treated as a user's program
 
 
 class DisagreementError(Exception):
-    """The ranks' arguments do not fit together; internal, because it becomes their failures.
+    """The ranks' arguments do not fit together; internal: it is turned into the ranks' failures.
 
     Attributes:
         reasons: what is wrong, by rank, for each rank that differs.
@@ -55,7 +55,7 @@ class DisagreementError(Exception):
         self.reasons = dict(reasons)
 
     def failures(self, messages: Iterable[Message]) -> list[RankFailure]:
-        """Return a failure for each rank that differs, in whose code nothing was raised.
+        """Return a failure for each rank that differs, although its code raised nothing.
 
         Args:
             messages: what the ranks sent in this call; their headers contain the users' lines.
@@ -102,7 +102,7 @@ def failure_of(error: BaseException, rank: int, call_site: str = "") -> RankFail
         rank,
         _shortened(name, _NAME_MAX_NBYTES),
         _shortened(message, _TEXT_MAX_NBYTES),
-        # Not part of what may be cut, because this is the user's line.
+        # Outside the text that may be cut, because this is the user's line.
         line_of(call_site, is_here=True) + _shortened(remote, _TEXT_MAX_NBYTES),
     )
 
@@ -243,7 +243,7 @@ def on_rank(rank: int, error: ObjcommError) -> ObjcommError:
 
 
 class DifferenceError(Exception):
-    """Two ranks passed different structures; internal, it becomes the second rank's failure.
+    """Two ranks passed different structures; internal: it becomes the second rank's failure.
 
     Attributes:
         path: where they differ, such as ``obj['val'][2].loss``.

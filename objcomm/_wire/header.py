@@ -1,7 +1,7 @@
 """Byte layout of one message: a fixed header, a size table, the codec's bytes.
 
-Knows nothing of codecs, the translation of ranks, or torch, so a single process can test every
-rule. For other implementations, the layout is described in ``docs/wire-format.md``, and only there.
+Knows nothing of codecs, rank translation or torch, so a single process can test every rule. For
+other implementations, the layout is described in ``docs/wire-format.md``, and only there.
 """
 
 import functools
@@ -16,7 +16,7 @@ from objcomm.errors import OTHER_OPTIONS, DesyncError, Position, WireError
 MAGIC = b"OBJC"
 VERSION = 1
 
-#: Maximum length of the first message of an operation, unless it is whole. A receive of a first
+#: Maximum length of an operation's first message, unless it is ``WHOLE``. A receive of a first
 #: message may be posted with exactly this size: a receiver whose buffer is too small may not
 #: survive (see ``Link``). 8 B and 64 KiB cost the same on the wire, so the window is generous.
 WINDOW_NBYTES = 32 * 1024
@@ -105,7 +105,7 @@ class Operation(IntEnum):
     SURVIVORS = 53
 
 
-#: By number: a member's own name, in lower case, takes ten times as long.
+#: Names by number: getting one from the member takes ten times as long.
 NAMES = {int(operation): operation.name.lower() for operation in Operation}
 
 
@@ -133,7 +133,7 @@ class Flag(IntFlag):
 _WHOLE = int(Flag.WHOLE)  # an IntFlag's ``&`` costs 0.7 µs
 
 
-#: Creates a header from all its fields, in order: by name it takes four times as long.
+#: Creates a header from all its fields, in order; passing them by name takes four times as long.
 made = tuple.__new__
 
 
@@ -146,7 +146,7 @@ class Header(NamedTuple):
     sender: int = 0  # group rank
     root: int = -1  # group rank of source or destination, -1 if there is none
     lane: int = 0  # fingerprint of the lane's name, 32 bit
-    epoch: int = 0  # always 0: a mesh that replaces another has another name
+    epoch: int = 0  # always 0: a mesh that replaces another has a new name
     group: int = 0  # fingerprint of the mesh
     sequence: int = 0  # number of operations that the sender started before on this lane
     fingerprint: int = 0  # of what else must agree: the call's name, a named op
@@ -273,7 +273,7 @@ def unpack_table(header: Header, body: memoryview) -> list[SizeRow]:
     """Read the size table and check it against the header's sums.
 
     Raises:
-        WireError: body and header disagree; nothing was allocated for the buffers yet.
+        WireError: body and header disagree; nothing has been allocated for the buffers yet.
     """
     table = body[: header.buffer_count * ROW_NBYTES]
     rows = [SizeRow(*fields) for fields in _ROW.iter_unpack(table)]
@@ -295,10 +295,10 @@ def shown(name: str, nbytes: int = _NAME_MAX_NBYTES) -> str:
     return name.encode("utf-8", "replace")[:nbytes].decode("utf-8", "ignore")
 
 
-# A program makes calls from few lines, so most headers repeat these fields: saves 0.5 µs a header.
+# A program's calls come from a few lines, so most headers repeat these: saves 0.5 µs a header.
 @functools.lru_cache(maxsize=256)
 def _packed_names(codec: str, call_site: str, name: str) -> tuple[bytes, bytes]:
-    """Return a codec's name, and a call's line (its end), a zero byte and its name (its start)."""
+    """Return a codec's name; and the end of a call's line, a zero byte and its name's start."""
     line, named = call_site.encode("utf-8", "replace"), b""
     if name:
         room = max(_NAME_MIN_NBYTES, _PLACE_NBYTES - 1 - len(line))
@@ -328,7 +328,7 @@ def check_same_call(mine: Header, theirs: Header, sender: int) -> None:
 
     Raises:
         DesyncError: the other rank is in another operation or call, or has another root, name or
-        options.
+            options.
         WireError: the message belongs to another group, lane or sender.
     """
     if (theirs.group, theirs.epoch, theirs.lane) != (mine.group, mine.epoch, mine.lane):

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from objcomm._wire.signing import Signer
 
 _WHOLE = int(Flag.WHOLE)  # an IntFlag's ``&`` costs 0.7 µs
-# What follows their head has receipts, waits for an answer, or takes another path.
+# With these flags, what follows the head gets receipts, waits for an answer or takes another path.
 _NOT_WHOLE = int(Flag.STAGED | Flag.PACED | Flag.OFFERED | Flag.ON_DEVICE)
 
 # The other kinds own their memory, or are on a device.
@@ -56,10 +56,10 @@ class Message:
 
     Attributes:
         header: its fixed part.
-        body: table, codec's bytes and small buffers; on a receiver, not filled before it has
+        body: table, codec's bytes and small buffers; on a receiver, filled once it has
             arrived.
         buffers: all buffers in the codec's order; on a receiver, only after ``open_body``.
-        large: those that follow the body, or are sent separately.
+        large: the buffers that follow the body, or are sent separately.
         arrived: the head as received, on a receiver.
         behind: the large buffers, end to end, that arrived after the body of a whole message.
         signer: verifies the content, on a receiver with a key.
@@ -101,9 +101,9 @@ class Message:
         self.is_all_head = header.is_all_head
 
     def make_whole(self, head_max_nbytes: int) -> None:
-        """Mark a message to be sent entirely as its head, if it may be and fits.
+        """Mark a message to be sent entirely as its head, if that is allowed and it fits.
 
-        Its memory is copied for that, which costs less than separate messages up to a few MiB.
+        This copies its memory, which, up to a few MiB, costs less than separate messages.
         """
         header = self.header
         is_short = HEADER_NBYTES + header.nbytes <= head_max_nbytes
@@ -139,7 +139,7 @@ class Message:
         return memoryview(self.body)[start : start + self.header.meta_nbytes]
 
     def replace(self, before: Sequence[Buffer], after: Sequence[Buffer]) -> None:
-        """Replace buffers that had no memory yet by others."""
+        """Replace buffers that had no memory yet."""
         places = {id(old): new for old, new in zip(before, after, strict=True)}
         self.buffers = [places.get(id(each), each) for each in self.buffers]
         self.large = [places.get(id(each), each) for each in self.large]
@@ -182,7 +182,7 @@ def compose(
         buffers: the codec's buffers.
         status: kind of message; None for the header's.
         codec: name of the codec; None for the header's.
-        device_types: device types of buffers, separated by commas; the same as the ``devices`` of
+        device_types: device types of buffers, separated by commas; they must match ``devices`` of
             ``open_body`` on the receiver, in the same order.
 
     Raises:
@@ -226,7 +226,7 @@ def compose(
 
 
 def _row_kind(buffer: Buffer, device_types: str) -> int:
-    """Return the kind of a device buffer for the size table, which includes the device type."""
+    """Return a device buffer's kind for the size table, where it includes the device type."""
     found, types = buffer.flat.device.type, device_types.split(",")
     if found not in types:
         raise WireError(f"a buffer on {found!r} cannot be sent from there, only from {types}")
@@ -241,7 +241,7 @@ def head_of(raw: bytes | memoryview, header: Header) -> Message:
         header: the result of ``Header.unpack(raw)``, checked by the caller.
 
     Raises:
-        WireError: it was cut off.
+        WireError: the head was cut off.
     """
     head_nbytes = header.head_nbytes
     if len(raw) != head_nbytes:
@@ -260,11 +260,11 @@ def open_body(
     devices: Sequence[torch.device] = (),
     mapped_from_nbytes: float = math.inf,
 ) -> None:
-    """Read the body and allocate the large buffers; what has arrived is copied to its own memory.
+    """Read the body and create the buffers; copy what has arrived into them.
 
     Args:
-        message: a message whose body has arrived. Its buffers are created, and in a whole message
-            filled.
+        message: a message whose body has arrived. Its buffers are created; those whose content
+            has arrived are filled.
         devices: devices for ``BufferKind.DEVICE`` buffers, see ``allocate``.
         mapped_from_nbytes: tensors and out-of-band members of at least this length get no memory;
             ``Message.replace`` provides it with their content.

@@ -65,7 +65,7 @@ class Signer:
         return self._hashed(b"objcomm header", [header])
 
     def is_signed(self, header: bytes | bytearray, signature: bytes) -> bool:
-        """Return whether this key created the signature, in constant time."""
+        """Return whether this key created the signature; runs in constant time."""
         return hmac.compare_digest(self.sign(header), signature)
 
     def digest(self, parts: Iterable[Any]) -> bytes:
@@ -91,7 +91,7 @@ def signer_for(secret: bytes, purpose: str) -> Signer:
 
 
 def read_key_file(path: str) -> bytes:
-    """Return the secret of the key in a file, without line ends after it.
+    """Return the secret of the key in a file; line ends after the key are ignored.
 
     Raises:
         UsageError: it can't be read, or another user can read or replace it.
