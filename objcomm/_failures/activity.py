@@ -1,7 +1,7 @@
 """What each rank of a job is doing now, for people who watch it: ``objcomm.monitor`` and ``top``.
 
 Ranks publish a snapshot when another rank wants to know what it waits for. A monitor asks the same
-question at regular intervals, so a rank that nobody watches does nothing for it.
+question at regular intervals, so a rank that nobody watches does no extra work.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ R = TypeVar("R")
 
 State = Literal["waiting", "in call", "computing", "no answer", "stopped", "ended", "not started"]
 
-# For how long the waits for a rank count.
+# How far back waits for a rank count.
 _WINDOW_SECONDS = 60.0
-# How much later than it should a rank of a busy machine may answer.
+# How late a rank on a busy machine may answer.
 _LATE_SECONDS = 0.5
 _PAUSE_SECONDS = 0.05
-# Answers closer together, to several monitors, give no rate.
+# Answers closer together than this, to several monitors, yield no rate.
 _LEAST_SECONDS = 0.01
 # The board's thread may be busy with an investigation, which takes up to 1.2 s.
 _STORE_SECONDS = 3.0
-# Limits for what a stranger may have written to the store.
+# Limits on what a stranger may have written to the store.
 _MOST_RANKS = 1 << 16
 _MOST_LETTERS = 200
 
@@ -54,25 +54,25 @@ class RankActivity:
     Attributes:
         rank: the rank.
         state: ``"waiting"`` for other ranks in a call; ``"in call"`` but not waiting, for example
-            while it encodes; ``"computing"`` outside of objcomm; ``"no answer"`` if it does not
-            publish what it does; ``"stopped"`` by a signal or a debugger; ``"ended"``; or ``"not
-            started"`` if it has not used objcomm yet.
+            while it encodes; ``"computing"`` outside objcomm; ``"no answer"`` if it does not
+            publish what it does; ``"stopped"`` by a signal or a debugger; ``"ended"``; or
+            ``"not started"`` if it has not used objcomm yet.
         reason: why its process has ended; empty if it has not.
         operation: the call that it is in, or the last one; empty if there is none.
         call: how many calls it began before this one on the same lane; -1 if there is none.
         group: the name of the call's group.
         awaits: the rank that it waits for; -1 if there is none, or if any rank will do.
-        seconds: for how long it has been waiting; if it is computing, how long ago its last call
-            ended; if it does not answer, for how long.
+        seconds: how long it has been waiting; if it is computing, how long ago its last call
+            ended; if it does not answer, how long it has been silent.
         line: where it is in the program, as ``file:line in function``; empty if unknown.
-        line_seconds: for how long it has been seen there.
+        line_seconds: how long it has been seen there.
         calls: number of calls that it has completed.
         sent_nbytes: bytes sent in these calls.
         received_nbytes: bytes received in these calls.
         calls_per_second: calls completed per second since its previous answer; None if unknown.
         sent_nbytes_per_second: bytes sent per second in these calls.
         received_nbytes_per_second: bytes received per second in these calls.
-        awaited_seconds: for how long other ranks waited for it within the last minute, added up.
+        awaited_seconds: how long other ranks waited for it within the last minute, in total.
     """
 
     rank: int
@@ -124,7 +124,7 @@ class Monitor:
 
         Args:
             on_board: see ``OnBoard``.
-            size: the number of ranks, as far as it is known; the ranks' records may say more.
+            size: the number of ranks as far as known; the ranks' records may show that it is more.
         """
         self._on_board = on_board
         self._size = min(size, _MOST_RANKS)
@@ -136,7 +136,7 @@ class Monitor:
         self._waits: deque[tuple[float, dict[int, float]]] = deque()
 
     def look(self) -> Activity:
-        """Ask all ranks, give them time to answer, and return what they do.
+        """Ask all ranks, give them time to answer, and return what they are doing.
 
         If the store does not answer, no rank does.
         """
@@ -162,7 +162,7 @@ class Monitor:
         return Activity(time.time(), tuple(rows), slowest)
 
     def _answers(self, asked: int, ranks: Iterable[int]) -> dict[int, WaitSnapshot]:
-        """Return the answers to a question, as soon as all of these ranks have answered in time."""
+        """Return these ranks' answers to a question, once all have answered or time is up."""
         missing, found = set(ranks), dict[int, WaitSnapshot]()
         until = time.monotonic() + pause_seconds(self._size) + _LATE_SECONDS
         pause = pause_seconds(self._size)
@@ -192,7 +192,7 @@ class Monitor:
         self._last[rank], self._heard_at[rank] = answer, now
 
     def _row(self, rank: int, now: float, *, is_stopped: bool) -> RankActivity:
-        """Return what a rank does; the answers of this look were noted at ``now``."""
+        """Return what a rank is doing; the answers of this look were noted at ``now``."""
         answer = self._last.get(rank)
         counted: dict[str, Any] = {each: getattr(answer, each, 0) for each in _COUNTED}
         if self._processes.of(rank) is None:
@@ -220,11 +220,11 @@ class Monitor:
         return _with_call(row, answer, thread)
 
     def _awaited(self, rows: Iterable[RankActivity], now: float) -> dict[int, float]:
-        """Return for how long each rank was waited for within the last minute, added up.
+        """Return how long each rank was waited for within the last minute, in total.
 
-        A rank that waits at the moment of its answer counts as waiting since the previous look. On
-        average that is right, because a rank is found waiting as often as it waits. A wait for a
-        rank that waits itself counts for the rank at the end of this chain.
+        A rank that is waiting when it answers counts as waiting since the previous look. On average
+        that is right, because the longer a rank waits, the more often it is found waiting. A wait
+        for a rank that is itself waiting counts for the rank at the end of the chain.
         """
         seconds, self._looked_at = now - self._looked_at, now
         awaits = {row.rank: row.awaits for row in rows if row.state == "waiting"}
@@ -235,7 +235,7 @@ class Monitor:
                 seen.add(rank)
                 rank = awaits[rank]  # noqa: PLW2901  # the next of the chain
             ends += [rank] if rank >= 0 and rank not in awaits else []
-        if seconds > 0:  # not at the first look, when it is not a number
+        if seconds > 0:  # it is NaN at the first look
             self._waits.append((now, {rank: seconds * ends.count(rank) for rank in set(ends)}))
         while self._waits and self._waits[0][0] < now - _WINDOW_SECONDS:
             self._waits.popleft()
@@ -247,7 +247,7 @@ class Monitor:
 
 
 def _is_sound(answer: WaitSnapshot, size: int) -> bool:
-    """Whether all numbers of a snapshot are possible ones: a stranger may have written it."""
+    """Whether all numbers in a snapshot are plausible: a stranger may have written it."""
     seconds = [lane.seconds for lane in answer.lanes] + [each.seconds for each in answer.running]
     return (
         all(0 <= each < math.inf for each in [answer.taken_at, *seconds])
@@ -331,15 +331,15 @@ class _Looks(Iterator[Activity]):
 
 
 def monitor(interval: float | timedelta = 1.0) -> Iterator[Activity]:
-    """Show what every rank is doing, again and again, while the program runs.
+    """Report at intervals what every rank is doing while the program runs.
 
-    One rank calls this, usually rank 0 in a thread. The other ranks make no call for it. Each step
-    of the iterator asks all ranks through the store and takes 0.3 s, up to 0.8 s if a rank does not
-    answer, and longer with more than 300 ranks. Between steps nothing is asked.
+    One rank calls this, usually rank 0 in a thread. The other ranks need not call anything. Each
+    step of the iterator asks all ranks through the store and takes 0.3 s, up to 0.8 s if a rank
+    does not answer, and longer with more than 300 ranks. Between steps nothing is asked.
 
-    Only objcomm's calls are visible, and under ``objcomm.run`` torch's object functions. Calls and
-    bytes are counted when a call has ended. ``python -m objcomm top`` shows the same from outside
-    of the job.
+    Only objcomm's calls are visible, and under ``objcomm.run`` those of torch's object functions.
+    Calls and bytes are counted when a call has ended. ``python -m objcomm top`` shows the same from
+    outside the job.
 
     Args:
         interval: seconds or timedelta between updates.
@@ -350,7 +350,7 @@ def monitor(interval: float | timedelta = 1.0) -> Iterator[Activity]:
         ``awaited_seconds`` are known from the second update on.
 
     Raises:
-        UsageError: ``interval`` is wrong; or the environment promises other ranks, but
+        UsageError: ``interval`` is invalid; or the environment says that there are other ranks, but
             torch.distributed is not initialized; or the world's ranks have no store in common.
 
     Examples:
@@ -417,7 +417,7 @@ _SERIES: dict[str, tuple[str, str, Callable[[RankActivity], float]]] = {
 
 
 def activity_to_prometheus(activity: Activity) -> str:
-    """Return what all ranks are doing in Prometheus' text format.
+    """Return what all ranks are doing, in Prometheus' text format.
 
     ``python -m objcomm top --prometheus PORT`` serves this.
 

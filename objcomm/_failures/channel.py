@@ -42,7 +42,7 @@ class Channel:
 
     Attributes:
         members: the ranks that it connects, as group ranks.
-        global_ranks: the same as global ranks.
+        global_ranks: the same ranks, as global ranks.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class Channel:
 
         Raises:
             BrokenGroupError: an earlier error has closed the connections for good.
-            ObjcommError: the connections were closed since this thread's last call. Its next call
-                is admitted.
+            ObjcommError: the connections have been closed since this thread's last call. Its next
+                call is admitted.
             UsageError: the group is destroyed, another thread owns the lane, or this thread is
                 inside another call on it, for example in a callback.
         """
@@ -189,7 +189,7 @@ class Channel:
         return mesh is not None and mesh.verdict is not None and not mesh.can_be_replaced
 
     def mark_raised(self, verdict: Verdict) -> None:
-        """End the connections by a verdict that the calling thread raises elsewhere.
+        """End the connections with a verdict that the calling thread raises elsewhere.
 
         It also covers earlier verdicts that the calling thread has not raised yet: on every rank,
         this verdict is the last one that the thread raises before it continues. Other threads raise
@@ -219,7 +219,7 @@ class Channel:
         return "-".join(map(str, self.members))
 
     def _settled(self, operation: str, *, raises_later: bool) -> Mesh:
-        """Return a mesh that has not ended, after raising verdicts that this thread still owes."""
+        """Raise a verdict that this thread still owes, or return a mesh that has not ended."""
         thread = threading.current_thread()
         with self._lock, self._change:
             self._owed = [each for each in self._owed if each.is_owed]

@@ -1,8 +1,8 @@
 """Snapshots of what each process waits for, and the search for waits that can never end.
 
-A wait can never end if the awaited rank makes a different call in its place, or if following the
-chain of awaited ranks leads back to its start. A rank that computes outside objcomm may still make
-the call, so waiting for it is not a deadlock. This module causes no traffic itself.
+A wait can never end if the awaited rank makes a different call instead, or if following the chain
+of awaited ranks leads back to its start. A rank that computes outside objcomm may still make the
+call, so waiting for it is not a deadlock. This module causes no traffic itself.
 """
 
 from collections.abc import Callable, Iterable
@@ -142,7 +142,7 @@ class Deadlock(NamedTuple):
         return is_recent and is_beside and not self._is_before(rank, wait, there)
 
     def _is_before(self, rank: int, wait: LaneWait, there: "WaitSnapshot") -> bool:
-        """Whether ``wait`` certainly began after its thread or process had learned of this."""
+        """Whether ``wait`` certainly began after its thread or process learned of the deadlock."""
         if any(
             other == rank and state.waiter == wait.waiter != 0 and state.since < wait.since
             for other, state, _ in self.found
@@ -361,7 +361,7 @@ def _first_difference(mine: LaneWait, theirs: LaneWait) -> tuple[Step, Step] | N
 
 
 def difference(mine: Step | Position, theirs: Step | Position) -> str:
-    """Return in what two calls differ that should have been the same."""
+    """Return how two calls differ that should have been the same."""
     if mine.operation != theirs.operation:
         return "different operations"
     if mine.root != theirs.root:

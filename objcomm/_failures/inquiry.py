@@ -1,6 +1,6 @@
 """Publish this process's snapshot, read those of other ranks, and end waits that cannot succeed.
 
-All of it runs on the board's thread, because it talks to the store.
+All of this runs on the board's thread, because it talks to the store.
 """
 
 import threading
@@ -31,7 +31,7 @@ from objcomm._transport.store import pack_record
 from objcomm._wire.header import operation_name
 from objcomm.errors import Position, position_texts
 
-# Most training scripts have a thread of these libraries, which must not hide a deadlock.
+# Most training scripts run threads of these libraries, which must not hide a deadlock.
 _SERVING = frozenset({"torch", "tqdm"})
 
 # An idle thread of an executor has this function as its innermost frame, because the executor's
@@ -67,10 +67,10 @@ def wait_snapshot(meshes: Iterable[Mesh], asked: int) -> WaitSnapshot:
 
 
 def of_each_kind(entries: Iterable[CallRecord]) -> list[CallRecord]:
-    """Reduce calls of one lane that no thread waits for to the oldest of each kind.
+    """Return a lane's calls; of those that no thread waits for, only the oldest of each kind.
 
     Calls of one kind wait for the same rank under the same conditions, so a finding about one
-    holds for all, and a thousand of them cost no more than one. Other calls are all kept.
+    holds for all, and a thousand of them cost no more than one.
     """
     found: dict[object, CallRecord] = {}
     for entry in entries:
@@ -215,7 +215,7 @@ _WORTH_ASKING_SECONDS = 0.1
 
 
 def first_of_each_kind(waiting: Sequence[Waiting]) -> list[Waiting]:
-    """Do what ``of_each_kind`` does for calls of several lanes."""
+    """Apply ``of_each_kind`` to the calls of each lane."""
     lanes: defaultdict[tuple[Mesh, Lane], list[CallRecord]] = defaultdict(list)
     for mesh, lane, entry in waiting:
         lanes[mesh, lane].append(entry)
@@ -246,7 +246,7 @@ def investigate(board: Board, meshes: Sequence[Mesh], waiting: Sequence[Waiting]
 
 
 def _end_if_verdict_posted(board: Board, mesh: Mesh, entry: CallRecord) -> bool:
-    """End a call if a verdict is posted for its mesh or for a block around it; return whether.
+    """End a call if a verdict is posted for its mesh or a block around it; return whether one is.
 
     If a block has failed, all waiting calls of the mesh in the same blocks end: each is withdrawn
     if possible; otherwise the mesh ends.
@@ -274,8 +274,8 @@ def _look_for_conflict(
     asked, suspected = entry.suspicion or (entry.first_asked, None)
     conflict = find_deadlock(board.rank, mine, start, lambda rank: board.read(rank, asked))
     # Calls already made do not change, but snapshots are read one after another, and a busy rank's
-    # is old. So the same waits must be found twice, the second time in answers to a later question.
-    # Two waits of one call, or two polls, are different waits: each has its own start time.
+    # may be old. So the same waits must be found twice, the second time in answers to a later
+    # question. Two waits of one call, or two polls, differ: each has its own start time.
     calls = conflict and [
         (rank, *state[:3], state.since, step.sequence) for rank, state, step in conflict.found
     ]
@@ -292,7 +292,7 @@ def _look_for_conflict(
         else:
             board.publish_deadlock(conflict)
             board.publish(mine)
-        for other in meshes:  # before any connection closes, because other ranks look there then
+        for other in meshes:  # before any connection closes, because that makes ranks look there
             if other is not mesh and other.verdict is None and other.nonce in verdict.meshes:
                 board.propose(other.nonce, _desync(other, conflict))
         mesh.settle_on(board, verdict)
@@ -317,7 +317,7 @@ def _desync(mesh: Mesh, conflict: Deadlock) -> Verdict:
 def with_all_ranks(
     board: Board, meshes: Sequence[Mesh], mesh: Mesh, number: int, found: Verdict
 ) -> Verdict:
-    """Extend a desync verdict on two ranks by the calls that all ranks made in that place.
+    """Extend a desync verdict on two ranks with the calls that all ranks made at that point.
 
     Two ranks cannot show which of many made the odd call. If their sequence numbers differ, they
     diverged in an earlier call.
@@ -364,8 +364,8 @@ def with_all_ranks(
 def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> None:
     """End calls whose timeouts have expired, with a verdict that lists where all ranks are.
 
-    If a thousand ranks time out at the same time, they must not read a thousand snapshots each: one
-    of them does, and the others wait for its verdict.
+    If a thousand ranks time out at the same time, they must not read a thousand snapshots each:
+    only one does, and the others wait for its verdict.
 
     Args:
         board: the store.
@@ -403,7 +403,7 @@ def expire(board: Board, meshes: Sequence[Mesh], expiring: deque[Waiting]) -> No
 
 
 class _Turns:
-    """The times from which this rank asks the ranks of each mesh; until then another rank asks."""
+    """When this rank starts to ask the ranks of each mesh; until then another rank asks."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -437,7 +437,7 @@ def end_late(
 ) -> None:
     """End a call whose timeout has expired, unless that wait has ended since.
 
-    A call that has succeeded meanwhile must not cost its mesh, which may be serving other calls.
+    A call that has succeeded meanwhile must not end its mesh, which may be serving other calls.
 
     Args:
         waiting: the call, with its mesh and lane.
@@ -499,8 +499,8 @@ def report(
                 continue
             lower = [mesh.ranks[rank] for rank in mesh.members if rank < mesh.rank]
             unheard = [rank for rank in lower if rank not in answers]
-            # A few lower ranks nearly always include one that reports the call, so that not every
-            # rank reads a thousand snapshots.
+            # So that not every rank reads a thousand snapshots: among a few lower ranks there is
+            # nearly always one that reports the call.
             ask_few = lane.order is None and unheard and now < all_are_asked_at
             ranks.update(losses.some(unheard) if ask_few else _ranks_of([(mesh, lane, entry)]))
         return ranks, now
@@ -559,7 +559,7 @@ def _answers(
         asked: the number of the question.
         since: the number of the oldest question that an answer may refer to.
         wanted: called repeatedly with the time and the snapshots so far. Returns the ranks whose
-            snapshots are wanted, and the time until which to call it again even if none is missing.
+            snapshots are wanted, and until when to call it again even if none is missing.
     """
     answers = {board.rank: wait_snapshot(meshes, asked)}
     board.publish(answers[board.rank])

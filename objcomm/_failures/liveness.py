@@ -198,7 +198,7 @@ class Processes:
         }
 
     def has_died(self, rank: int) -> bool:
-        """Whether a rank's process has ended, and not by a normal end or a destroyed group."""
+        """Whether a rank's process has ended, other than normally or by destroying its group."""
         end = self.end_of(rank)
         return bool(end) and end not in FAREWELLS
 
@@ -208,7 +208,7 @@ class Processes:
         return {rank for rank, each in known if self.is_beside(rank) and each.is_stopped()}
 
     def end_of(self, rank: int, for_seconds: float = 0.0) -> str:
-        """Return why a rank's process has ended, if known for that long; else an empty string."""
+        """Return why a rank's process has ended; empty if not known for ``for_seconds`` yet."""
         process = self._known.get(rank)
         end = "" if process is None else self._end(process)
         if process is None or not end:

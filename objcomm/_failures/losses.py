@@ -175,7 +175,7 @@ def loss_among(
         mesh.board_thread.submit(lambda board: board.learn(noticed))
     if not ends:
         return None
-    # A rank that has given its reason ended because of it.
+    # A rank that has blamed others in its farewell ended because of them.
     ranks = _to_blame(mesh, ends)
     return Verdict.of(Cause.LOST, ranks=ranks, reason=ends.get(ranks[0], _REPORTED_BY_PEER))
 
@@ -256,7 +256,7 @@ def by_name_here(mesh: Mesh, verdict: Verdict) -> Verdict:
 
 
 def _last_calls(mesh: Mesh) -> dict[int, GroupCalls]:
-    """Return the members that have published that they leave, with the calls they had made."""
+    """Return the calls of the members that have published that they leave."""
     calls_of, number = mesh.board_thread.processes.calls_of, mesh.number
     found = {peer: calls_of(mesh.ranks[peer], number) for peer in mesh.others}
     return {peer: calls for peer, calls in found.items() if calls is not None}
@@ -356,8 +356,8 @@ def _to_blame(mesh: Mesh, closed: Iterable[int]) -> tuple[int, ...]:
 def settle_by_name(mesh: Mesh, loss: Verdict, seconds: float = _NAMED_WITHIN_SECONDS) -> Verdict:
     """Do what ``Mesh.settle`` does, but attribute the loss to the rank that died.
 
-    One job asks the store for both. A rank that settles closes its connections, so a rank that did
-    not ask the store might see only that and report a rank that is alive.
+    One job does both. A rank that settles closes its connections, so a rank that did not ask the
+    store might see only that, and report a rank that is alive.
     """
     if mesh.verdict is not None:
         return mesh.settle(loss)
@@ -444,7 +444,7 @@ def _end_by_deaths(mesh: Mesh, died: Mapping[int, str]) -> None:
 
 
 def local(mesh: Mesh, verdict: Verdict, error: TransportError) -> Verdict:
-    """Complete a verdict that the store did not confirm from this rank's own connections."""
+    """Use this rank's own connections to complete a verdict that the store did not confirm."""
     if not verdict.is_store_silent:
         return verdict
     is_late = verdict.cause is Cause.TIMEOUT and not verdict.silent
@@ -499,7 +499,7 @@ def _note_cut_off(mesh: Mesh, awaited: Iterable[int]) -> None:
 
 
 def some(each: Sequence[T]) -> list[T]:
-    """Return a random sample to ask about this time; a thousand at a time would load the store."""
+    """Return a random sample to ask about this time: a thousand would overload the store."""
     return random.sample(each, min(len(each), _MOST_LEARNED))
 
 
@@ -533,7 +533,7 @@ def is_lost(
 def _dead(
     board: Board, mesh: Mesh, meshes: Sequence[Mesh], entry: CallRecord, asked: int
 ) -> tuple[int, ...]:
-    """Return members on other hosts that are cut off from this rank in the world and do not answer.
+    """Return members on other hosts that the world's mesh has lost and that do not answer.
 
     Neither alone is proof: the network may fail for a while, and a rank may be too busy to answer.
     An outage causes both, and the rank's answer may arrive long after it. Processes of this host

@@ -77,7 +77,7 @@ class Mesh:
         lanes: the lanes by name.
         link: the connections, once the ranks have met.
         verdict: what ended it, as this rank raises it.
-        posted_verdict: the same as the ranks agreed on it, not as seen by this rank.
+        posted_verdict: the verdict as the ranks agreed on it, not as seen by this rank.
         number: a hash of the nonce, carried in headers, once the ranks have met.
         outlives: the name of a verdict that was known before the ranks met, so it does not concern
             the traffic of this mesh.
@@ -85,7 +85,7 @@ class Mesh:
         blocks: the keys of the ``fail_together`` blocks that this rank is in.
         is_closed: whether its connections were closed after the verdict.
         died: the verdict for callers that poll in one of these blocks after a rank has died.
-        polled_verdict: the verdict that others have posted while this rank did not wait for them.
+        polled_verdict: the verdict that others posted while this rank was not waiting for them.
         at_end: called when the connections are closed; each ends other connections of the ranks.
     """
 
@@ -259,7 +259,7 @@ class Mesh:
         raise self.verdict.error(f"{operation} ({FIRST_USE})")
 
     def apart(self) -> Verdict | None:
-        """Return the verdict for a timeout because two ranks could not reach each other, if any."""
+        """Return the verdict for a timeout if two ranks could not reach each other, else None."""
         found = None if self.link is not None else self._meeting.unreachable
         if found is None:
             return None
@@ -278,7 +278,7 @@ class Mesh:
         self._connector.start(partial(self._meet, store, deadline))
 
     def _raise_failures_of(self, blocks: Sequence[str], operation: str, *, is_pair: bool) -> None:
-        """Raise a failure in a block around a call before the call can match one outside it."""
+        """Raise the failure of a block around a call before the call can match one outside it."""
         verdict = self.met_too_late(blocks)
         if verdict is not None:
             raise (verdict if is_pair else self.settle(verdict)).error(operation)
@@ -384,14 +384,14 @@ class Mesh:
     def poll_for_verdict(self, now: float) -> None:
         """Ask the store for a verdict for some seconds after this rank has lost a connection.
 
-        A rank that computes does not ask otherwise, and the store may be gone by its next call.
+        A rank that is computing would not ask, and the store may be gone by its next call.
         """
         self._polls_until = self._polls_until or now + _POLL_SECONDS
         if self.polled_verdict is None and now < self._polls_until:
             self.board_thread.submit(partial(_poll_verdict, weakref.ref(self)))
 
     def report_refusals(self) -> None:
-        """Log refused connections, at every doubling of their number.
+        """Log refused connections each time their number has doubled.
 
         Not logged where they are refused: that thread may hold the link's lock while another thread
         holds a logging handler's.
@@ -406,7 +406,7 @@ class Mesh:
             )
 
     def settle(self, proposal: Verdict, seconds: float = PATIENCE_SECONDS) -> Verdict:
-        """End the mesh by ``proposal``, or by a verdict that another rank has posted before.
+        """End the mesh with ``proposal``, or with a verdict that another rank posted earlier.
 
         Waits at most ``seconds`` for the store. Returns the verdict that this rank must raise.
         """
@@ -464,7 +464,7 @@ class Mesh:
 
         def post(board: Board) -> Verdict:
             winner = board.propose(key, proposal)
-            # After a verdict, all ranks may have read it, and nothing would remove a second one.
+            # All ranks may have read an earlier verdict, and nothing would remove a second one.
             if self.nonce and self.verdict is None:
                 standing.append(board.propose(self.nonce, winner))
             return winner
@@ -494,7 +494,7 @@ class Mesh:
             return None
 
     def enter(self, key: str) -> Verdict | None:
-        """Enter the block ``key``, unless it has failed elsewhere; then return its verdict."""
+        """Enter the block ``key``; if it has failed elsewhere, return its verdict instead."""
         with self._lock:
             if self.verdict is not None and self.verdict.block == key:
                 return self.verdict
@@ -513,8 +513,8 @@ class Mesh:
     def blamed_by(self, peer: int) -> tuple[int, ...]:
         """Return the lost ranks that a peer's farewell gave as its reason; empty without one.
 
-        The farewell arrives before the store answers, and even if the store does not answer. It
-        contains only ranks; the reason why the mesh ended comes from the store.
+        The farewell arrives before the store answers, and even if the store never does. It contains
+        only ranks; the reason why the mesh ended comes from the store.
         """
         link, others = self.link, {*self.others} - {peer}
         farewell = b"" if link is None else link.farewell_of(peer)
@@ -548,10 +548,11 @@ class Mesh:
         return hashlib.blake2b(content, key=key, digest_size=PROOF_NBYTES).digest()
 
     def adopt(self, standing: Verdict) -> None:
-        """Replace a verdict that could not be posted in time by the one that the others posted.
+        """Replace a verdict that could not be posted in time with the one that the others posted.
 
-        All ranks must agree on whether the next call may create a new mesh: if only some did, they
-        would wait there for the others. The name under which this rank raises it does not change.
+        All ranks must agree on whether the next call may create a new mesh: if only some created
+        one, they would wait there for the others. The name under which this rank raises the verdict
+        does not change.
         """
         with self._lock:
             if self.verdict is not None:
@@ -568,7 +569,7 @@ class Mesh:
 
         Args:
             verdict: the reason; known only here if the store did not answer in time.
-            board: given on the board's thread if that may not run another job.
+            board: given on the board's thread, if that may never run another job.
 
         Returns:
             The verdict that holds, as this rank sees it.
@@ -579,7 +580,7 @@ class Mesh:
             if standing is None:
                 self.posted_verdict = posted
                 self.verdict = verdict
-                # Only a desync concerns all ranks; a timeout or Ctrl-C is this rank's own matter.
+                # Only a desync concerns all ranks; a timeout or Ctrl-C concerns only this one.
                 if verdict.cause is Cause.DESYNC:
                     self._meeting.parting = pack_record(verdict)
                 self._meeting.end()
@@ -622,7 +623,7 @@ def _poll_verdict(of: weakref.ref[Mesh], board: Board) -> None:
         mesh.polled_verdict = board.look(mesh.nonce)
 
 
-def _acknowledge(  # noqa: PLR0917  # what a job is given
+def _acknowledge(  # noqa: PLR0917  # the arguments of a job
     mesh: weakref.ref[Mesh],
     nonce: str,
     rank: int,

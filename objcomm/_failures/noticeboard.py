@@ -1,4 +1,4 @@
-"""Snapshots and verdicts that ranks exchange through the store once a wait takes long.
+"""Snapshots and verdicts that ranks exchange through the store during a long wait.
 
 If the process that serves the store is stopped, every operation on it blocks. So one thread per
 world does nothing but talk to the store, and a caller that needs an answer waits for that thread
@@ -49,7 +49,7 @@ R = TypeVar("R")
 IDLE_SECONDS = 0.3
 _LOOKS_PER_SECOND = 1000
 _DEADLOCKS_MAX = 4
-# A program that destroys many groups publishes the calls of the latest ones only.
+# A program that destroys many groups publishes the calls of only the latest ones.
 _MOST_GROUPS = 16
 #: How long a raising rank waits for the store.
 PATIENCE_SECONDS = 0.5
@@ -62,7 +62,7 @@ _PROCESS = re.compile(rf"(.*/)?{_PREFIX}/process/([0-9]{{1,7}})", re.DOTALL)
 
 
 def pause_seconds(size: int) -> float:
-    """Return how often a rank of a world of this size checks whether its snapshot is wanted."""
+    """Return the interval at which each of ``size`` ranks checks whether its snapshot is wanted."""
     return max(IDLE_SECONDS, size / _LOOKS_PER_SECOND)
 
 
@@ -71,7 +71,7 @@ class StoreSilentError(Exception):
 
 
 class Reader:
-    """The operations on the store that a process which is not a rank may use, too.
+    """The store operations that are also open to a process that is not a rank.
 
     For one thread only, because each operation may block.
     """
@@ -90,7 +90,7 @@ class Reader:
         return number
 
     def processes_of(self, ranks: Iterable[int]) -> dict[int, Process]:
-        """Return the process records of some ranks, as far as they are published and readable."""
+        """Return the process records of some ranks, without those unpublished or unreadable."""
         keys = {rank: f"process/{rank}" for rank in ranks}
         if len(keys) > 1 and self._store.check(list(keys.values())):
             # One request for all; it cannot block, because these keys are never removed.
@@ -118,7 +118,7 @@ class Reader:
 def boards_in(keys: Iterable[str]) -> dict[str, list[int]]:
     """Return the ranks that have published something, by prefix of the noticeboard.
 
-    A store may have several: of earlier attempts of torchrun, and of worlds that were left.
+    A store may hold several noticeboards: of earlier torchrun attempts, and of worlds left since.
 
     Args:
         keys: all keys of a store.
@@ -191,7 +191,7 @@ class Board(Reader):
             self._deadlocks.append((deadlock, time.monotonic()))
 
     def learn(self, ranks: Iterable[int]) -> None:
-        """Note the process records of some ranks, as far as they are published."""
+        """Note the published process records of some ranks."""
         for rank, process in self.processes_of(ranks).items():
             self._processes.note(rank, process)
 
@@ -260,7 +260,7 @@ class Board(Reader):
         self.end_turns(key)
 
     def take_turn(self, key: str) -> int:
-        """Return this rank's turn, from 1, in working out the verdict on ``key``."""
+        """Return this rank's turn, counted from 1, in working out the verdict on ``key``."""
         number: int = self._store.add(f"turns/{key}", 1)
         return number
 
@@ -303,7 +303,7 @@ class BoardThread:
     """The thread that talks to one world's store.
 
     Attributes:
-        store: the connection to the store, also for threads that connect a mesh.
+        store: the connection to the store, also used by threads that connect a mesh.
         processes: what is known about the world's processes.
         is_cut_off: see ``__init__``.
         clients: further connections to the store, for Gloo.

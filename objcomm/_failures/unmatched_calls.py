@@ -6,8 +6,8 @@ messages with this rank's own calls while the program runs, and once more when t
 needs the connections. At that point the ranks also compare how many calls each has made; each rank
 publishes its count in its process record in the store.
 
-No rank is blamed if it may still make the missing call: a rank that is ahead, a thread cut off by
-the end of the program, or a call in progress.
+No rank is blamed if the missing call might still have come: from a rank that is behind, from a
+thread that the end of the program cut off, or after a call in progress.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -49,7 +49,7 @@ _compared: weakref.WeakSet[Mesh] = weakref.WeakSet()
 def mismatch_in_unread(mesh: Mesh) -> tuple[Lane, Verdict] | None:
     """Return a verdict if an unread message belongs to a call that this rank made differently.
 
-    Costs nothing if no message is unread. A rank that is ahead does not contradict anything.
+    Costs nothing if no message is unread. A message from a rank that is ahead is not a mismatch.
     """
     for lane, theirs in _unread(mesh):
         mine = None if lane is None else _call(mesh, lane, theirs.sequence)
@@ -108,7 +108,7 @@ class Comparison(NamedTuple):
 
 
 def comparison(mesh: Mesh, left_by: str = "", failure: str = "") -> Comparison | None:
-    """Return what ``publish_and_compare`` compares; None if there is nothing, or it has done so.
+    """Return what ``publish_and_compare`` compares; None if that is done or not needed.
 
     Args:
         mesh: the mesh over which the calls were made.
@@ -198,7 +198,7 @@ def _note(mesh: Mesh, found: Verdict) -> None:
 
 
 def _unread(mesh: Mesh) -> Iterator[tuple[Lane | None, Header]]:
-    """Yield the header of each unread message with its lane; None if this rank has not used it."""
+    """Yield each unread message's lane, None if this rank has not used it, and header."""
     if mesh.link is None or mesh.whole is not None:
         return
     lanes = {lane.number: lane for lane in tuple(mesh.lanes.values())}

@@ -1,4 +1,4 @@
-"""Verdicts: why a mesh ended, agreed by all of its ranks, and the error each rank raises for it.
+"""Verdicts: why a mesh ended, as all of its ranks agree, and the error each rank raises for it.
 
 A verdict is written to the store before the connections are closed, so a rank that finds a closed
 connection can look up the reason. The first verdict written wins. Ranks in a verdict are group
@@ -53,7 +53,7 @@ _OF_SEVERAL = {
 #: Reasons of ranks that left normally: nothing is wrong.
 FAREWELLS = frozenset(_OF_SEVERAL)
 
-#: After these all ranks are alive and know it, so they can reconnect.
+#: After these, all ranks know that all are alive, so they can reconnect.
 _RECOVERABLE = frozenset({Cause.DESYNC, Cause.REFUSED, Cause.FAILED})
 
 
@@ -131,10 +131,10 @@ class Verdict(NamedTuple):
         return self._replace(ranks=there or here, reason=reason)
 
     def within(self, members: Sequence[int]) -> Self:
-        """Return a verdict on a group, for this one on some of its ranks.
+        """Return this verdict, which is on some ranks of a group, as one on the whole group.
 
         Args:
-            members: these ranks, as ranks of the group, in the order in which they are numbered.
+            members: the group rank of each of these ranks, in the order of their own numbers.
         """
         return self._replace(
             name=uuid.uuid4().hex,

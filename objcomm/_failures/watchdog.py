@@ -3,7 +3,7 @@
 Four times a second it checks the calls that wait. A call that has waited for half a second is
 investigated: where are the other ranks, and has one of them ended the call? A call that has waited
 for a minute is logged. A call ends when its timeout expires, not at the next check. The watchdog
-never talks to the store, which may not answer. It hands such jobs to the board's thread, and if one
+never talks to the store, which may not answer. It leaves that to the board's thread, and if a job
 is not done within a second, it acts without the store.
 
 It also lets Ctrl-C end a wait inside C++. Python runs signal handlers between bytecodes of the main
@@ -62,11 +62,11 @@ from objcomm.errors import UsageError, brief_text_of
 TICK_SECONDS = 0.25
 #: A wait of up to this length is normal; a longer one is investigated.
 OVERDUE_SECONDS = 0.5
-# A wait that has lasted this long will probably continue, so only every fourth check investigates.
+# A wait that has lasted this long will probably continue, so only every fourth check looks into it.
 _LONG_SECONDS = 4.0
 _LONG_LOOKS = 4
-# In a group of more ranks, each asks less often. An investigation takes 5 requests to the store,
-# and 13 until all processes are known. So the store has to answer at most 13,000 requests a second,
+# In a larger group, each rank asks less often. An investigation takes 5 requests to the store, and
+# 13 until all processes are known. So the store has to answer at most 13,000 requests a second,
 # however many ranks wait.
 _RANKS_AT_EACH_LOOK = 250
 _EXPIRY_SECONDS = 0.9
@@ -137,7 +137,7 @@ class Watchdog(threading.Thread):
         return [mesh for mesh in self._all_meshes() if mesh.board_thread is board_thread]
 
     def has_open(self, board_thread: BoardThread) -> bool:
-        """Whether a mesh of that world is connected: its end must still be announced."""
+        """Whether a mesh of that world is connected, so that its end must still be announced."""
         return any(
             mesh.verdict is None and mesh.link is not None for mesh in self.meshes(board_thread)
         )
@@ -193,7 +193,7 @@ class Watchdog(threading.Thread):
                 os.write(forward_to, signals)  # asyncio finds its signals there
 
     def _fall_back(self, seconds: float, end: Callable[[], object]) -> None:
-        """Schedule ``end``, which ends a mesh or a call without the store if it has not ended."""
+        """Schedule ``end``, which ends a mesh or call without the store if that is still needed."""
         self._fallbacks.append((time.monotonic() + seconds, end))
 
     def _tick(self, now: float) -> None:
@@ -244,7 +244,7 @@ class Watchdog(threading.Thread):
             if mesh.verdict is None and mesh.link is not None and mesh.is_destroyed():
                 left = mesh.destroyed()
                 if mesh.whole is None and not any(lane.is_busy for lane in mesh.lanes.values()):
-                    mesh.stop(left._replace(is_store_silent=True))  # as for a collected group
+                    mesh.stop(left._replace(is_store_silent=True))  # as when garbage-collected
                 else:
                     self._end(mesh, left)
 
@@ -253,7 +253,7 @@ class Watchdog(threading.Thread):
         main, error = threading.main_thread(), getattr(sys, "last_value", None)
         if main.is_alive() or error is None:
             return
-        # Without such a thread the interpreter is about to end, and says where this rank was.
+        # Without such a thread the interpreter is about to end, and ``close`` reports the reason.
         if all(each.daemon or each is main for each in threading.enumerate()):
             return
         ended = f"its main thread ended with {brief_text_of(error)}"
@@ -271,7 +271,7 @@ class Watchdog(threading.Thread):
                     mesh.died = loss_among(mesh, mesh.others)
 
     def _move_links(self) -> None:
-        """Progress transfers on all links while this rank waits elsewhere, as in another group.
+        """Advance transfers on all links while this rank waits elsewhere, such as in another group.
 
         Some links make progress only while a thread waits on them, and other ranks may need their
         data first.
@@ -317,7 +317,7 @@ class Watchdog(threading.Thread):
     def _is_stuck(
         self, mesh: Mesh, lane: Lane, entry: CallRecord, known: dict[object, bool]
     ) -> bool:
-        """Do ``_is_call_stuck`` once for all calls of the same kind, perhaps a thousand."""
+        """Run ``_is_call_stuck`` once for all calls of the same kind; there may be a thousand."""
         kind = lane, entry.header.operation, entry.is_confirmed, entry.awaits, entry.blocks
         if kind not in known:
             known[kind] = self._is_call_stuck(mesh, lane, entry)
@@ -337,7 +337,7 @@ class Watchdog(threading.Thread):
     def _look_for_senders(self) -> None:
         """End meshes that are listened on and whose peer can no longer join.
 
-        A caller that polls does not have an overdue call that would be investigated.
+        A caller that polls never has an overdue call to investigate.
         """
         if self._looks % _LONG_LOOKS:
             return
@@ -356,7 +356,7 @@ class Watchdog(threading.Thread):
             self._ask(board_thread, functools.partial(look_for_senders, meshes, self._missed))
 
     def _end(self, mesh: Mesh, verdict: Verdict, lane: Lane | None = None) -> None:
-        """End a mesh by a verdict found here, or by one that another rank has posted before.
+        """End a mesh with a verdict found here, or with one that another rank posted earlier.
 
         Does not wait for the store; if the store does not answer in time, the mesh ends without it.
         The end of a process is published for all ranks with the best known reason.
@@ -461,7 +461,7 @@ class Watchdog(threading.Thread):
 
         Args:
             left_by: how this rank leaves, and at which line.
-            failure: the error that makes it leave, if any; then it only publishes its calls.
+            failure: the error that makes it leave; if not empty, it only publishes its calls.
         """
         comparisons = defaultdict[BoardThread, list[unmatched_calls.Comparison]](list)
         for mesh in self._all_meshes():
@@ -519,7 +519,7 @@ def _has_lost_some(mesh: Mesh) -> bool:
 
 
 def _alive(known: "weakref.WeakKeyDictionary[Mesh, Any]") -> list[Mesh]:
-    """Return the existing meshes; safe if a signal handler or another thread adds one meanwhile."""
+    """Return the meshes still alive; a signal handler or another thread may add one meanwhile."""
     found = [reference() for reference in known.keyrefs()]
     return [mesh for mesh in found if mesh is not None]
 
@@ -589,7 +589,7 @@ def close() -> None:
 
 @contextlib.contextmanager
 def audited(left_by: str) -> Iterator[None]:
-    """Leave the world inside this context, and raise any mismatch that this reveals.
+    """Context in which this rank leaves the world; raises any mismatch that this reveals.
 
     While another exception is being handled, no mismatch is raised.
 
@@ -666,7 +666,7 @@ def end_elsewhere(
 
 
 def settle_desync(mesh: Mesh, lane: Lane, proposal: Verdict) -> Verdict:
-    """Do what ``Mesh.settle`` does, with the calls of all ranks that answer in time added."""
+    """Do what ``Mesh.settle`` does, and add the calls of all ranks that answer in time."""
     meshes = _watchdogs.watchdog().meshes(mesh.board_thread)
 
     def settle_on(board: Board) -> Verdict:
@@ -678,7 +678,7 @@ def settle_desync(mesh: Mesh, lane: Lane, proposal: Verdict) -> Verdict:
     return mesh.stop(mesh.posted(proposal, settle_on, _EXPIRY_SECONDS))
 
 
-class interruptible:  # noqa: N801  # used like a function, as those of contextlib
+class interruptible:  # noqa: N801  # used like a function, as in contextlib
     """Context manager in which Ctrl-C ends ``mesh`` promptly; no effect outside the main thread.
 
     Not for waits that Ctrl-C ends anyway: when the watchdog runs, the interrupted thread may
@@ -709,7 +709,7 @@ class interruptible:  # noqa: N801  # used like a function, as those of contextl
         traceback: TracebackType | None,
     ) -> None:
         if self._watchdog is not None:
-            self._watchdog.target = self._outer  # not None after a callback's call on another group
+            self._watchdog.target = self._outer  # not None if a callback called on another group
             if self._outer is None:
                 self._watchdog.rest()
 
@@ -729,8 +729,8 @@ def bring_back(look: _Look, board_threads: Sequence[BoardThread]) -> None:
 
     A store that is stopped or unreachable blocks a thread until it answers, and an answer during
     interpreter shutdown would abort the process. So a thread that does not return in time is cut
-    off from the store. Gloo's attempt to connect ends only by its own timeout, so the process waits
-    for that.
+    off from the store. Gloo's attempt to connect ends only with its own timeout, so the process
+    waits for that.
 
     Args:
         look: as for ``end_waits``.
