@@ -203,7 +203,7 @@ class Calling:
             raise
 
     def _has_way(self, connection: Connection) -> bool:
-        """Return whether the peer has an address that was not called yet."""
+        """Return whether the peer has an address that has not been called yet."""
         return connection.way + 1 < self._doors.ways_to(connection.peer.rank)
 
     def _is_next_way_due(self, connection: Connection) -> bool:

@@ -1,4 +1,4 @@
-"""Connects the ranks of a group by the best link that they can have.
+"""Connects the ranks of a group by the best link available to them.
 
 That is a stream link if the systems of all ranks allow it. Otherwise Gloo connects them, unless
 some rank requires streams. The two ranks of each pair then prove their identity before anything
@@ -67,13 +67,13 @@ _PAUSE_SECONDS = 0.02
 _LONG_PAUSE_SECONDS = 0.25
 # How soon a rank calls again after it was dropped for others, or found too many waiting.
 _AGAIN_SECONDS = 0.05
-# How it learns this while it calls or sends its handshake: too many callers wait, or it was just
-# dropped.
+# The errors that show this while it calls or sends its handshake: too many callers wait, or it was
+# just dropped.
 _BUSY = {errno.EAGAIN, errno.EPIPE, errno.ECONNRESET}
 
-# Up to so many ranks are all connected when they meet. More ranks connect only along a tree, which
-# shows that all can be connected; any other two connect when one first sends to the other or waits
-# for it. Connecting all of 64 ranks on a host took 2 cores 0.5 s.
+# Up to this many ranks all connect to each other when they meet. More ranks connect only along a
+# tree, which shows that all can be connected; any other two connect when one first sends to the
+# other or waits for it. Connecting all pairs of 64 ranks on a host took 2 cores 0.5 s.
 _AT_ONCE_MAX = 16
 
 # What a rank sends after its handshake once all others have sent theirs.
@@ -348,7 +348,7 @@ def _prove(link: GlooLink, ranks: _Ranks, deadline: Deadline, meeting: MeetingSt
 
 
 def _joined(joining: _Joining, on_loss: Callable[[LinkError], None]) -> StreamLink | None:
-    """Return the stream link; None if some two ranks can't be connected."""
+    """Return the stream link; None if it can't connect all ranks."""
     with contextlib.ExitStack() as undo:
         undo.callback(joining.close)
         try:
@@ -381,12 +381,12 @@ def _await_all(store: StorePart, size: int, meeting: MeetingState) -> None:
         if meeting.is_over:
             raise GivenUpError
         time.sleep(pause)
-        pause = min(2 * pause, _LONG_PAUSE_SECONDS)  # one rank of a pair may wait for long
+        pause = min(2 * pause, _LONG_PAUSE_SECONDS)  # one rank of a pair may wait a long time
         connected = store.add(_CONNECTED, 0)
 
 
 class _Candidate:
-    """A connection that is not known to lead to another rank yet.
+    """A connection that is not yet known to lead to another rank.
 
     Attributes:
         socket: this rank's end.
@@ -425,7 +425,7 @@ class _Calls:
 
 
 class _Joining:
-    """Connects one rank to its neighbors; the later rank of a pair calls the other.
+    """Connects one rank to its neighbors; the higher rank of a pair calls the lower one.
 
     All other ranks are neighbors, or only those next to this rank in a tree.
     """
@@ -465,10 +465,10 @@ class _Joining:
         self._has_reported = False
 
     def connect(self) -> None:
-        """Wait until each neighbor is connected to this rank, though perhaps not yet to its others.
+        """Wait until this rank is connected to its neighbors; they may lack some of theirs.
 
         Raises:
-            OSError: some two ranks can't be connected.
+            OSError: two of the ranks can't be connected.
             GivenUpError: no rank waits for them any more.
         """
         self._calls = {peer: _Calls() for peer in self._neighbours if peer < self._doors.rank}
@@ -622,7 +622,7 @@ class _Joining:
         )
 
     def _look(self) -> None:
-        """Process what has arrived, or raise if it never will."""
+        """Process what has arrived; raise if what is missing never will."""
         due = min((each.due for each in self._calls.values()), default=math.inf)
         pause = max(0.0, min(_LOOK_SECONDS, due - time.monotonic()))
         events = self._events.poll(pause * 1000)
@@ -649,8 +649,8 @@ class _Joining:
             for end in self._doors.accept(listener):
                 waiting = [each for each in self._candidates.values() if each.is_unknown]
                 if len(waiting) >= max(1, len(self._doors.others) - len(self._joined)):
-                    # There are more callers than ranks. A rank has sent its handshake, or calls
-                    # again.
+                    # There are more callers than ranks. A real rank has sent its handshake, or will
+                    # call again.
                     self._doors.on_refused("a process that said nothing")
                     self._drop(waiting[0])
                 candidate = _Candidate(end, -1, where=called_at(end))
@@ -658,7 +658,7 @@ class _Joining:
                 self._receive(candidate)
 
     def _send_handshake(self, candidate: _Candidate) -> None:
-        """Send the handshake on a connection to another host that is complete, or has failed."""
+        """Send the handshake to another host, now that connecting has succeeded or failed."""
         try:
             with _naming(candidate.rank):
                 failed = candidate.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -761,8 +761,8 @@ def _naming(peer: int, *, has_ended: bool = False) -> Iterator[None]:
 def _in_a_tree(doors: Doors) -> tuple[list[int], list[int]]:
     """Return the parent, if any, and the children of a rank in a binomial tree of all ranks.
 
-    The ranks of a host are consecutive. If there is one host, these are the ranks to which small
-    messages go from the first rank, see ``topology.binomial``.
+    The ranks of a host are consecutive. On a single host, small messages from the first rank travel
+    along this tree, see ``topology.binomial``.
     """
     ranks = sorted(doors.hosts, key=lambda rank: (doors.hosts[rank], rank))
     place = ranks.index(doors.rank)

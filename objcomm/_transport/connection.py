@@ -1,9 +1,9 @@
 """The connection between two ranks: its sockets, from the handshake to the end.
 
-The two ranks may call each other at the same time. Each then sends on the connection that it
-opened, and reads from the other one, the ``inlet``.
+The two ranks may call, that is connect to, each other at the same time. Each then sends on the
+connection that it opened, and reads from the other one, the ``inlet``.
 
-Bytes that the system has accepted from a sender reach a peer on the same host whatever follows.
+Bytes that the system has accepted from a sender reach a peer on the same host whatever happens.
 Bytes for another host are still on their way, and are lost if this end is closed while data from
 that host is unread. So closing such a connection waits until the other host's system has them, for
 a third of a second at most.
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 # An open file of a process, as it is transferred.
 _DESCRIPTOR = Struct("i")
 _RIGHTS_NBYTES = socket.CMSG_SPACE(FILES_MAX * _DESCRIPTOR.size)
-# Only Linux has all of these, and such a link, but this module is imported on other systems. A
+# Only Linux has all of these and this link, but the module is imported on other systems, too. A
 # plain number, because ``&`` of an IntFlag takes 1.6 µs.
 _TRUNCATED = int(getattr(socket, "MSG_CTRUNC", 0))
 _IN, _OUT = getattr(select, "EPOLLIN", 0), getattr(select, "EPOLLOUT", 0)
 
 # The most that a large message sends or receives before other connections get a turn.
 _TURN_NBYTES = 4 << 20
-# How long to wait before closing until the other host's system has what was sent. Less than the
-# time for which a thread waits for the one that may close connections, see ``noticeboard``.
+# How long closing waits for the other host's system to receive what was sent. Less than the time
+# for which a thread waits for the one that may close connections, see ``noticeboard``.
 _DELIVERY_SECONDS = 0.3
 
 _CLOSED = f"{PEER_LOST} (its end of the stream is closed)"
@@ -347,7 +347,7 @@ class Connection:
         self.flush()
 
     def _receive_own_call(self) -> None:
-        """Handle an event on this rank's own call when both have called; only its end may come."""
+        """Handle an event on this rank's own call when both have called; only its end is valid."""
         closed = _CLOSED
         try:
             received = self.socket.recv(1)
@@ -360,9 +360,9 @@ class Connection:
             return
         inlet = self.inlet
         while not self.peer.ended and inlet is not None and has_bytes(inlet):
-            self.read(is_ending=True)  # what the peer sent before is here completely
+            self.read(is_ending=True)  # all that the peer sent before has arrived
         if inlet is not None and self._lost_seconds is not None and not self.peer.ended:
-            # Between hosts, data that it sent before may still be on its way, followed by its end.
+            # Between hosts, data that it sent before may still be on its way, followed by the end.
             self.detach()
             self.socket, self.inlet = inlet, None
             self.is_open, self.failed = False, self.failed or closed
@@ -402,7 +402,7 @@ class Connection:
         self.end(f"{HOST_LOST} (no answer)")
 
     def leave(self, farewell: bytes) -> None:
-        """End the connection on this rank's decision; keep all that has arrived."""
+        """End the connection from this side; keep all that has arrived."""
         if self._is_ended:
             return
         try:
@@ -437,7 +437,7 @@ class Connection:
 
 
 def close_when_delivered(ends: Sequence[socket.socket]) -> None:
-    """Close sockets once the other hosts have what was sent, or a moment later."""
+    """Close sockets once the other hosts have what was sent, or after a short wait."""
     for end in ends:
         with contextlib.suppress(OSError):
             end.shutdown(socket.SHUT_WR)  # tells the other ends immediately that nothing more comes
@@ -469,7 +469,7 @@ def has_bytes(end: socket.socket) -> bool:
 
 
 def has_unread(end: socket.socket) -> bool:
-    """Return whether data, not counting the end, can be read; reads no data and no error."""
+    """Return whether data, and not only the end, can be read; consumes neither data nor errors."""
     import fcntl  # noqa: PLC0415  # Windows has none
     import termios  # noqa: PLC0415  # likewise
 

@@ -107,7 +107,7 @@ class Door:
 
     Attributes:
         endpoint: what the others learn about it.
-        listeners: sockets on which others call: first that for this host, then that for others.
+        listeners: sockets on which others call: one for this host, then one for other hosts.
     """
 
     def __init__(self, endpoint: Endpoint, listeners: tuple[socket.socket, ...] = ()) -> None:
@@ -158,7 +158,7 @@ class Door:
 
 
 def _without(endpoint: Endpoint, error: OSError) -> Endpoint:
-    """Return one that lacks something; if this process is at fault, all ranks must raise."""
+    """Return an endpoint that lacks something; if this process is at fault, all must raise."""
     is_own = error.errno in OWN_FAULTS or error.errno == errno.EADDRINUSE
     return endpoint._replace(
         transport="streams" if is_own else endpoint.transport, lacks=error.strerror or str(error)
@@ -356,7 +356,7 @@ class Doors:
         self.others = sorted(each for each in endpoints if each != rank)
         self.on_refused = on_refused
         self._endpoints = dict(endpoints)
-        # Another host may share an address with this one; a call to it would end here.
+        # Another host may share an address with this one; a call to that would reach this host.
         interfaces = interface_addresses() if any(is_far) else {}
         own = {each for of in interfaces.values() for each in of}
         self._ways = {
@@ -420,7 +420,7 @@ class Doors:
             OSError: this process can't accept any.
         """
         for _ in range(_TURN):
-            if listener.fileno() < 0:  # closed because of the caller before
+            if listener.fileno() < 0:  # closed because of the previous caller
                 return
             try:
                 end, _ = listener.accept()
@@ -450,7 +450,7 @@ class Doors:
         return None
 
     def has_answered(self, peer: int, received: bytes, where: str) -> bool:
-        """Return whether this rank itself has answered a call.
+        """Return whether ``peer`` itself has answered a call.
 
         Raises:
             OtherKeyError: it has, but has a different key.

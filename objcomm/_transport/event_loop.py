@@ -181,7 +181,7 @@ class EventLoop:
             os.sched_yield()  # another thread may need this core
 
     def _take_back(self, awaited: Awaited) -> None:
-        """Stop waiting; if this thread was asked to move too late, ask the next one."""
+        """Stop waiting; if this thread was made the leader too late, pick the next one."""
         with self.lock:
             awaited.turn = None
             if awaited in self._waiting:
@@ -222,7 +222,7 @@ class EventLoop:
 
     def wake_leader(self) -> None:
         """Wake the leader."""
-        with contextlib.suppress(BlockingIOError):  # it has not read the earlier ones yet
+        with contextlib.suppress(BlockingIOError):  # it has not read the earlier bytes yet
             self._wake_sender.send(b"!")
 
     def wake_all(self) -> None:

@@ -16,8 +16,8 @@ A frame is a header with a kind, a tag, a length and a number. Some kinds are fo
   open more.
 - ``HELD``: the receiver has the descriptors of the shared memory.
 - ``CREDIT``: the number of first messages of a lane that were taken. A first message in the other
-  direction carries that number as well and makes a separate credit unnecessary, which would only
-  wake its receiver.
+  direction carries that number as well, and saves a separate credit, which would only wake its
+  receiver.
 - ``FAREWELL``: identifies the rank whose loss makes the sender close the connection, in bytes that
   the link does not interpret. It is the last frame.
 """
@@ -50,7 +50,7 @@ CREDIT_EACH = 8
 CREDIT_FROM_NBYTES = (AHEAD_MAX_NBYTES - UNASKED_MAX_NBYTES) // CREDIT_EACH
 #: The longest farewell. None is sent if it would be longer or the system's buffer is full.
 FAREWELL_MAX_NBYTES = 4096
-#: How many files may wait for a peer that takes nothing; a process may often have 1,024 open.
+#: How many files may wait for a peer that takes nothing; a process can often open only 1,024.
 LENT_FILES_MAX = 64
 
 

@@ -84,13 +84,14 @@ POKE_TAG = (1 << 31) - 1
 # For a device, the store and other files that the process opens at that time.
 _SPARE_FILES = 8
 
-# How often Gloo tries to connect to a rank, each time until its limit passes: 15.3 s for 3 s.
+# How often Gloo tries to connect to a rank, each time until its limit passes: a limit of 3 s takes
+# 15.3 s.
 _ATTEMPTS = 5
 
 # How often a rank that could not accept a message tries again.
 _LOOK_SECONDS = 0.5
 
-# Gloo takes zero for its default.
+# Gloo takes zero to mean its default.
 _INSTANT = timedelta(milliseconds=1)
 
 _profiler = torch.autograd.profiler
@@ -147,8 +148,8 @@ class GlooLink:
         size: number of ranks that it connects.
         hosts: host number of each rank that it connects.
         needs_last_byte_apart: True, because Gloo does not wake a receive that is being filled. So a
-        receiver first waits for the last byte, whose receive can be woken until all other bytes
-        have arrived.
+            receiver first waits for the last byte, whose receive can be woken until all other bytes
+            have arrived.
         is_interruptible: False, because its waits are torch's, in C++.
         ahead: with more pieces posted, no receipt could be sent: 1 GiB arrived in 9 s on a busy
             machine, and all of its receipts only then.
@@ -173,7 +174,7 @@ class GlooLink:
         """Connect to each other rank; may block in C++ up to the limit.
 
         Args:
-            store: a connection to it that no other thread uses, with a prefix for this link alone.
+            store: a store connection that no other thread uses, with a prefix for this link alone.
             rank: this rank within the group.
             members: the ranks to connect, as ranks within the group; they have met.
             hosts: host number of each of them.
@@ -206,7 +207,7 @@ class GlooLink:
         self._places = {member: place for place, member in enumerate(members)}
         place = self._places[rank]
         self.hosts = hosts
-        # All ranks have met, so a rank that dies now must not hold this thread for a call's limit.
+        # All ranks have met, so a rank that dies now must not block this thread for a call's limit.
         limit = min(deadline.left(), CONNECT_MAX / _ATTEMPTS)
         see_room_for(size)
         before = open_sockets()
@@ -415,11 +416,11 @@ class GlooLink:
 
 
 class _StandingReceive:
-    """A receive of one peer's next first message, posted again whenever one was taken.
+    """A receive of one peer's next first message, posted again whenever one is taken.
 
     Gloo sends a message once it has learned that its receive is posted. With this, a peer's message
-    need not wait until this rank enters the operation: broadcasting 1 KiB takes 275 µs to 3 ranks
-    instead of 400, and 0.8 ms to 7 ranks instead of 3.3.
+    need not wait until this rank enters the operation: broadcasting 1 KiB to 3 ranks takes 275 µs
+    instead of 400, and to 7 ranks 0.8 ms instead of 3.3.
     """
 
     def __init__(self, link: GlooLink, peer: int, tag: int) -> None:

@@ -123,10 +123,10 @@ class Lane:
 
     @property
     def caller(self) -> str:
-        """The call that the calling thread is inside of; empty if there is none.
+        """The call that the calling thread is inside; empty if there is none.
 
         A thread is inside a call while it runs a callback, or a signal handler or destructor that
-        interrupted the call. The call can't continue before that returns.
+        interrupted the call. The call can't continue until that returns.
         """
         entry = self.entry
         if self.line is not None and self.line.is_here:

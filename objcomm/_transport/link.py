@@ -25,7 +25,7 @@ _PAYLOAD = 1 << (LANE_BITS + _SEQUENCE_BITS)
 #: Set in all tags of ``receipt_tag``, and in no others.
 RECEIPT = _PAYLOAD << 1
 _RESULT = _PAYLOAD << 2
-#: For the handshake of ranks on a link that does not have its own.
+#: For the handshake of ranks on a link that has none built in.
 HANDSHAKE_TAG = (1 << 31) - 2
 _LEAST_SECONDS = 0.01
 # The watchdog ends a wait whose limit has passed, and notifies the other ranks before it closes the
@@ -133,7 +133,7 @@ class Awaitable(Protocol):
         """Wake the waiting thread; any thread or signal handler may call this."""
 
     def wait(self, seconds: float = -1) -> bool:
-        """Wait for so many seconds, or without a limit; return whether it was set."""
+        """Wait for at most ``seconds``; negative means no limit. Return whether it was set."""
 
 
 class Link(Protocol):
@@ -144,7 +144,7 @@ class Link(Protocol):
     checks for messages or closed connections; they need not progress at other times. A message that
     is sent before its receive is posted is not lost. A large one stays with its sender until then,
     and the sender's wait fails if the peer ends first. A receive may be longer than the message,
-    but not shorter, which may end the process. Messages may be empty.
+    but not shorter: that may end the process. Messages may be empty.
 
     When a connection ends, waits for receives that no byte has reached are woken. If
     ``needs_last_byte_apart`` is set, a receive that is being filled is not woken. Waits for sends
@@ -233,24 +233,24 @@ class Link(Protocol):
         """
 
     def came_late(self, peer: int, tag: int) -> bool:
-        """Return whether a message came after all, on the thread whose wait for it has raised.
+        """Return whether a message came after all; for the thread whose wait for it has raised.
 
         Returns soon. May close the link, and counts as the one wait for the message.
         """
 
     def wait(self, pending: Pending, limit: timedelta) -> None:
-        """Block until the memory of a transfer may be used again; once for each transfer.
+        """Block until the memory of a transfer may be used again; call it once for each transfer.
 
         A transfer that is complete succeeds even if the connection has ended since. A second wait
         for the same transfer may never return.
 
         Args:
-            pending: what ``send`` or ``recv`` of this link has returned.
+            pending: what ``send`` or ``recv`` of this link returned.
             limit: how long to wait; at least a millisecond.
 
         Raises:
             LinkTimeout: the limit passed first. Nothing that has arrived is lost, but the link may
-                have closed itself, and can't be used any more.
+                have closed itself, and then can't be used any more.
             LinkClosed: the connection ended first.
         """
 
@@ -261,14 +261,14 @@ class Link(Protocol):
         sends that the peers have taken, it succeeds as usual before and after an abort.
 
         Raises:
-            LinkClosed: the link was aborted. That thread may keep waiting, and keeps what it waits
-                for.
+            LinkClosed: the link was aborted. That thread may still be waiting, and then keeps alive
+                what it waits for.
         """
 
     def is_interrupted(self) -> bool:
         """Return whether the caller is a handler or destructor that interrupted a step of the link.
 
-        It can't begin a transfer or wait for one until that step continues.
+        Such a caller can't begin a transfer or wait for one until that step continues.
         """
 
     def move(self, *, is_awaited: bool = True) -> None:
@@ -357,18 +357,18 @@ class Connections(Link, Protocol):
         """Connect to a peer if necessary, so that its end is noticed; returns soon."""
 
     def attend(self, peer: int, accepts: Mapping[int, Callable[[bytes], bool]]) -> NoReturn:
-        """Take in all first messages of a peer with some tags until its connection has ended.
+        """Take in all first messages of a peer with certain tags until its connection has ended.
 
         Nothing else may ``take`` them. Any thread of this rank that waits for the link may take
         them in; if there is none, the calling thread does. At most one thread attends to a peer.
 
         Args:
             peer: the sender.
-            accepts: by tag of ``head_tag``, a function that takes in a message, as ``take`` returns
-                it, or returns False. It is then called again with the same message after a
-                ``prompt``, and the peer can send only a few more meanwhile. Calls follow the order
-                of arrival, are made during a step of the link, and must not wait for anything. An
-                exception ends ``attend``.
+            accepts: by tag from ``head_tag``, a function that takes in a message, as ``take``
+                returns it, or returns False. In that case it is called again with the same message
+                after a ``prompt``, and the peer can send only a few more meanwhile. Calls follow
+                the order of arrival, are made during a step of the link, and must not wait for
+                anything. An exception ends ``attend``.
 
         Raises:
             LinkClosed: the connection has ended, and all that had arrived was taken in.
@@ -378,13 +378,13 @@ class Connections(Link, Protocol):
         """Make the attending thread retry what was not accepted; never waits."""
 
     def signal(self) -> Awaitable:
-        """Return an event to wait for, once; the waiting thread moves the link.
+        """Return an event to wait for, once; the waiting thread moves the link's bytes.
 
         The end of a connection does not end the wait.
         """
 
     def await_delivery(self, until: float) -> None:
-        """Return when other hosts have received everything, or when ``until`` has come.
+        """Wait until other hosts have received everything, but not longer than ``until``.
 
         Bytes that they have not received may be lost if this process ends.
 
@@ -405,7 +405,7 @@ class Connections(Link, Protocol):
         """Return whether the connection to a peer is closed."""
 
     def is_out_of_reach(self, peer: int) -> bool:
-        """Return whether it ended by an outage of the peer's host, which may be over by now."""
+        """Return whether it ended because of an outage of the peer's host, which may be over."""
 
     def has_lost_all(self) -> bool:
         """Return whether this rank was connected to all others, and all connections are closed."""
@@ -424,9 +424,9 @@ class Connections(Link, Protocol):
         """Return what a peer sent when it aborted the link; empty if it sent nothing."""
 
     def has_unread(self, peer: int) -> bool:
-        """Return whether bytes of a peer have reached this host, but the moving thread is late.
+        """Return whether bytes from a peer have reached this host but have yet to be read.
 
-        False if one of the link's threads reads them.
+        False if one of the link's own threads reads them.
         """
 
     def unread(self) -> Sequence[bytes]:
@@ -470,7 +470,7 @@ class Deadline:
         self.until = time.monotonic() + self.remaining
 
     def leave(self, seconds: float) -> None:
-        """Leave at least so many seconds to the next wait; errors report the longer limit."""
+        """Leave at least ``seconds`` for the next wait; errors report the longer limit."""
         self.seconds = max(self.seconds, seconds)
         self.remaining = max(self.remaining, seconds)
 

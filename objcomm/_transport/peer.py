@@ -1,8 +1,8 @@
 """One rank's side of the protocol between two ranks over a stream, without sockets or waits.
 
 Bytes enter through ``room`` and ``received`` and leave through ``first_out`` and ``sent``, in
-pieces of any length. The other methods are called for this rank's program. Received bytes are
-copied at most once: after a header, ``room`` returns the memory in which its content belongs.
+pieces of any length. The other methods serve this rank's program. Received bytes are copied at most
+once: after a header, ``room`` returns the memory where its content belongs.
 
 Every frame is checked. One of an unknown kind, one that is too long, or a reply to nothing ends the
 connection.
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from objcomm._transport.share import Share
 
 _HEADER_NBYTES = HEADER.size
-# Members of an enumeration are slower to look up and to compare.
+# Enum members are slower to look up and to compare.
 _MESSAGE = int(Kind.MESSAGE)
 # For several small messages. The rest of a longer one is read directly into its destination.
 _RAW_NBYTES = 1 << 17
@@ -68,7 +68,7 @@ class Peer:
         "_lent_files",  # number of files handed over and not yet confirmed by the peer
         "_numbers",  # number of this rank's offers so far
         "_offered",  # by number: this rank's offers that were not taken yet
-        "_offers",  # by number: lengths of the peer's offers that were not sent yet
+        "_offers",  # by number: lengths of the peer's offers whose content has not arrived
         "_posted",  # by tag: receives for which nothing has arrived
         "_raw",  # ``_raw[:_used]`` was read but not parsed
         "_rooms",  # what the same content fills next
@@ -122,7 +122,7 @@ class Peer:
     def head_of(self, nbytes: int, tag: int) -> bytes:
         """Return the header of a message that may be sent now; empty if it must be held.
 
-        The caller must send a header next, followed by the message; without one, it calls ``hold``.
+        The caller must send a header next, followed by the message; if empty, it calls ``hold``.
         """
         if tag >> LANE_BITS:
             return HEADER.pack(_MESSAGE, tag, nbytes, 0) if nbytes <= TINY_MAX_NBYTES else b""
@@ -181,7 +181,7 @@ class Peer:
         return queue[0] if queue else None
 
     def sent(self, nbytes: int) -> None:
-        """Note that so many bytes of ``first_out`` were sent, and with them its descriptors."""
+        """Note that ``nbytes`` of ``first_out`` were sent, and with them its descriptors."""
         queue = self.contents if self._is_content else self.outgoing
         view, transfer, _ = queue[0]
         if nbytes < view.nbytes:

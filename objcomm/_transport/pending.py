@@ -68,11 +68,11 @@ class Transfer(Awaited):
 
 
 class Members(Transfer):
-    """Several memories that are sent or received one after another.
+    """Several blocks of memory that are sent or received one after another.
 
     Attributes:
         flats: all of them.
-        views: the same memories as byte views for system calls.
+        views: the same blocks as byte views for system calls.
         nbytes: their total length.
     """
 
@@ -112,7 +112,7 @@ class Loan(Transfer):
     Attributes:
         nbytes: total length of its members.
         peer: the rank that offers it.
-        number: number of the offer, for a content that can only be copied.
+        number: number of the offer, for content that can only be copied.
         share: the memory, once it has arrived.
     """
 

@@ -1,9 +1,10 @@
 """Lets the ranks of a group agree on a name that none of their earlier groups had.
 
 A store outlives process groups, and recreated groups get the same names. Keys of an earlier group,
-even of one that crashed half-way, must not be taken for those of the new one. So each rank writes a
-*hello* with a new random number, and rank 0 answers to that number. When all ranks have taken their
-answers, rank 0 writes a *go* with the numbers of all.
+even of one that crashed halfway, must not be taken for those of the new one. So each *guest*, that
+is every rank but 0, writes a *hello* with a new random number, and rank 0, the *host*, answers it
+under that number. When all guests have taken their answers, the host writes a *go* with the numbers
+of all ranks.
 
 A meeting has two names. Its nonce is rank 0's number, and names keys in the store. Its session is
 computed from the numbers of all ranks, and signatures depend on it. A process that can write to the
@@ -55,7 +56,7 @@ _LONG_PAUSE_SECONDS = 0.25
 # what torch's TCPStore can answer.
 _LOOKS_PER_SECOND = 4000
 _HELLO_INTERVAL_SECONDS = 1.0
-# To check whether it was received, a guest reads all guests' hellos, 100 bytes each.
+# To check whether its hello is still there, a guest reads all guests' hellos, 100 bytes each.
 _HELLO_INTERVAL_FOR_EACH_SECONDS = 0.01
 _READ_WITHIN_SECONDS = 5.0
 # A pause is at most 2 % of the wait before it, because a rank that has waited for minutes is in no
@@ -68,10 +69,10 @@ class GivenUpError(Exception):
 
 
 class LeftError(Exception):
-    """Another guest has left the call, which is this rank's call, too.
+    """Another guest has left the call that this rank is also in.
 
     Attributes:
-        message: the message that the guest has left.
+        message: the message that the guest left behind.
     """
 
     def __init__(self, message: bytes) -> None:
@@ -86,8 +87,8 @@ class MeetingState:
         nonce: its name in the store, once this rank knows it.
         session: what signatures depend on, once all have met.
         is_over: whether ``end`` was called.
-        parting: the message that a guest leaves for the others if it leaves before the host has
-            come; set from outside, before ``end``.
+        parting: the message that a guest leaves for the others if it leaves before the host
+            arrives; set from outside, before ``end``.
         is_pair: whether two ranks meet for point-to-point messages.
         unreachable: which ranks could not reach each other, while another link is being tried.
         without_streams: why the ranks use a link that this rank's user has not chosen.
@@ -130,7 +131,7 @@ class MeetingState:
         entry.awaits = self._awaits
 
     def look_around(self) -> None:
-        """Before joining other ranks, raise if a failure around the calls has ended the meeting.
+        """Before joining other ranks, raise if a failed block around the calls ends the meeting.
 
         A rank that failed has reported that before it left the block, and may be here with a call
         after the block, which must not meet a call inside it.
@@ -173,7 +174,7 @@ class Met(NamedTuple):
 
 
 def meet(store: AnyStore, rank: int, size: int, meeting: MeetingState, door: str = "-") -> Met:
-    """Meet all ranks and agree on new names, which ``meeting`` gets, and on the addresses.
+    """Meet all ranks, and agree on new names, stored in ``meeting``, and on the addresses.
 
     Every member must call this. It has no time limit; see ``MeetingState.end``.
 
@@ -189,7 +190,7 @@ def meet(store: AnyStore, rank: int, size: int, meeting: MeetingState, door: str
 
     Raises:
         GivenUpError: the meeting was ended from outside.
-        LeftError: another guest has ended the call, and no host had come.
+        LeftError: another guest has ended the call before a host arrived.
         WireError: rank 0 did not meet this rank, or no rank wrote what the store contains.
     """
     ours = under(store, _PREFIX)
@@ -205,7 +206,7 @@ def forget(store: AnyStore, nonce: str, size: int, left: Iterable[str]) -> None:
         store: as passed to ``meet``.
         nonce: of the meeting.
         size: number of members.
-        left: keys in this store that the link has left.
+        left: keys that the link has left behind in this store.
     """
     ours = under(store, _PREFIX)
     if ours.add(f"connected/{nonce}", 1) < size:
@@ -225,7 +226,7 @@ def _meet_as_host(store: AnyStore, size: int, meeting: MeetingState, door: str) 
         if meeting.is_pair and any(answered.values()):  # the guest waits for no other rank
             store.set(f"go/{nonce}", _GIVEN_UP)
         raise
-    # The hello of a guest that appends to it now is lost, but guests repeat it.
+    # A hello that is appended now is lost, but guests repeat theirs.
     store.delete_key(_HELLOS)
     store.delete_key(f"joined/{nonce}")
     for peer, hellos in answered.items():
@@ -300,7 +301,7 @@ def _entries(text: str, guests: Container[int]) -> Iterator[tuple[int, str, str]
 
 
 def _append(store: AnyStore, key: str, entry: str) -> None:
-    """Append an entry to a key, which may not exist, in one step.
+    """Append an entry in one step to a key, which need not exist yet.
 
     If the store lacks that operation, compare_set does it. Torch's own fallback (2.13) loops
     forever if another rank removes the key in the meantime.
@@ -344,7 +345,7 @@ def _meet_as_guest(store: AnyStore, rank: int, size: int, meeting: MeetingState,
 
 
 def _leave_message(store: AnyStore, size: int, rank: int, own: str, message: bytes) -> None:
-    """Leave a message for the other guests if no host has come."""
+    """Leave a message for the other guests if no host has arrived."""
     if store.check([f"welcome/{own}"]):
         return
     for peer, number, _ in _entries(_read_text(store, _HELLOS) or "", range(1, size)):
@@ -355,7 +356,7 @@ def _leave_message(store: AnyStore, size: int, rank: int, own: str, message: byt
 def _agreed(  # noqa: PLR0917  # all take part in one check
     agreed: str, number: str, door: str, rank: int, size: int, meeting: MeetingState
 ) -> Met:
-    """Return what rank 0 has written together with all numbers; set the session of ``meeting``.
+    """Check and return what rank 0 has written; set the session of ``meeting``.
 
     Args:
         agreed: host, door and number of each rank.
@@ -394,13 +395,13 @@ def call_the_roll(
 
     Args:
         store: shared by the ranks; rank 0 may host it, and leaves last.
-        rank: this rank; rank 0 announces that all have come, or that the wait is over.
+        rank: this rank; rank 0 announces that all have arrived, or that the wait is over.
         size: number of ranks.
         seconds: how long to wait at most.
         turn: distinguishes this call from others in the same store.
 
     Returns:
-        The ranks that have not come.
+        The ranks that have not arrived.
     """
     ours = under(store, f"{_PREFIX}/roll/{turn}")
     _append(ours, "came", f"{rank} come\n")
@@ -438,7 +439,7 @@ def call_the_roll(
 
 
 def _await_readers(store: AnyStore, keys: list[str]) -> None:
-    """Keep the store until the ranks have read why the wait is over, or for a few seconds."""
+    """Keep the store alive until the ranks have read the outcome, or for a few seconds."""
     expires = time.monotonic() + _READ_WITHIN_SECONDS
     while keys and not store.check(keys) and time.monotonic() < expires:
         time.sleep(_PAUSE_MAX_SECONDS)
@@ -452,7 +453,7 @@ def await_all(store: dist.Store, size: int) -> None:
         size: number of ranks.
 
     Raises:
-        TimeoutError: some ranks have not come.
+        TimeoutError: some ranks have not arrived.
     """
     came = store.add(f"{_PREFIX}/came", 1)
     key = f"{_PREFIX}/all came/{(came - 1) // size}"
@@ -471,7 +472,7 @@ def await_all(store: dist.Store, size: int) -> None:
                 )
             pause = _sleep(pause, size)
     except dist.DistNetworkError:
-        return  # the store's host leaves after all have come; if it died, later calls report that
+        return  # its host leaves after all have arrived; if it died, later calls report that
 
 
 def _wait_for(

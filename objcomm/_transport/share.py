@@ -5,8 +5,8 @@ that no process can change or shorten them any more, and sends descriptors to ea
 receiver maps a member *privately*: it may write there, unseen by others, and a page occupies
 additional memory only once it is written to.
 
-A file's memory is released with the last mapping of any part of it. So a share has several files
-with a part of the members each: a process that keeps one member keeps at most a 32nd of what came
+A file's memory is released with the last mapping of any part of it. So a share has several files,
+each with some of the members: a process that keeps one member keeps at most a 32nd of what came
 with it.
 """
 
@@ -33,9 +33,9 @@ _FILE_MIN_NBYTES = 64 << 20
 
 # From <linux/fcntl.h>; Python has names for them only if it was built on a recent system.
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-# Against more seals, shrinking and growing. A file that can shrink may end a reader by SIGBUS.
+# Forbid more seals, shrinking and growing. A file that can shrink may end a reader by SIGBUS.
 _FIXED = 1 | 2 | 4
-# Also against writing. Content that can still change can't be checked once for all.
+# Forbid writing, too. Content that can still change can't be checked once and for all.
 _FINAL = _FIXED | 8
 # Ctrl-C is handled between two writes.
 _WRITTEN_AT_ONCE_NBYTES = 64 << 20
@@ -141,7 +141,7 @@ class Share:
         # A file that a forked process could write to can't be sealed.
         memory.madvise(mmap.MADV_DONTFORK)
         self._written.append(memory)
-        # A tensor and its slices keep the object alive from which it was created.
+        # A tensor and its slices keep alive the object from which it was created.
         return torch.frombuffer(self._written[-1], dtype=torch.uint8)
 
     def _allocate(self, nbytes: int) -> None:
@@ -179,7 +179,7 @@ class Share:
         """Return whether it can't be shortened; must be called first on a received share."""
         if not self._are_sealed(_FIXED):
             return False
-        # Huge pages are only mapped whole, past the end of the caller's memory.
+        # Huge pages can only be mapped whole, beyond the end of the caller's memory.
         if any(os.fstatvfs(each).f_bsize != mmap.PAGESIZE for each in self.descriptors):
             return False
         # Not before: until sealed, the files could still be shortened.

@@ -19,8 +19,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-# Linux's errors for a connection that it gave up: a timeout, or what a router or the local host
-# has reported last.
+# Linux's errors for a connection that it has given up on: a timeout, or what a router or the local
+# host reported last.
 _OUTAGES = [
     os.strerror(each)
     for each in (
@@ -36,7 +36,7 @@ _OUTAGES = [
 # probes, number of unacknowledged packets, milliseconds since something was sent and since the last
 # answer, and number of bytes not sent yet.
 _TCP_INFO = struct.Struct("=2xBB20xI16xI8xI84xI")
-# A watchdog checks four times a second if its process is scheduled.
+# As long as its process is scheduled, a watchdog checks four times a second.
 _LATE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.001
 # A network may lose a packet, which is sent again after 0.2 s, 0.4 s and 0.8 s.
@@ -68,8 +68,8 @@ def notice_outages(before: Collection[int], seconds: float, port: int = 0) -> No
     """Make connections end if nothing was heard from their other ends for ``seconds``.
 
     Torch does not expose its sockets, so this applies to all new ones. They may include one that
-    another thread of the user's opens within the same milliseconds: it will be ended by an
-    unreachable host, too, and by nothing else.
+    a thread of the user's opens within the same milliseconds: it, too, will be ended if its host
+    becomes unreachable, but is not affected otherwise.
 
     Args:
         before: inodes of earlier sockets, which are skipped.
@@ -160,8 +160,8 @@ class Silence:
 def ask_when_idle(end: socket.socket, seconds: float) -> None:
     """Make the kernel probe the other end of an idle connection, a few times in ``seconds``.
 
-    It gives up after about 30 times as long: while no thread waits for the other end, an outage may
-    pass. While one does, ``Silence`` counts the unanswered probes.
+    It gives up after about 30 times as long, so that an outage does no harm while no thread waits
+    for the other end. While one does, ``Silence`` counts the unanswered probes.
 
     Args:
         end: this process's end.

@@ -1,8 +1,8 @@
 """Stores in which ranks meet: this process's connections to them, and the records in them.
 
 The host of torch's ``TCPStore`` looks up the name of each new client, and answers no other client
-meanwhile. If the resolver loses a query, one new connection delays all ranks by 5 s. Each one is
-also a descriptor of the host's. So connections are shared where they can be, and otherwise reused.
+meanwhile. If the resolver loses a query, one new connection delays all ranks by 5 s. Each one also
+costs the host a descriptor. So connections are shared where they can be, and otherwise reused.
 
 Any process that reaches a store may replace its values. A record is a named tuple or a dataclass,
 and reading one checks each field against its declared type. Readers check nothing else.
@@ -90,10 +90,10 @@ def loopback_store() -> dist.TCPStore:
 
 
 class SharedStore:
-    """One connection to a store for all threads of this process that only ask and write.
+    """One connection to a store for all threads of this process that only read and write.
 
-    None of their requests waits for another rank, so a thread waits for the others' only while the
-    store answers. Where torch itself uses a store, it may wait in it: see ``Clients``.
+    None of their requests waits for another rank, so each is held up only while the store answers
+    the others. Where torch itself uses a store, it may wait in it: see ``Clients``.
     """
 
     def __init__(self) -> None:
@@ -108,8 +108,8 @@ class SharedStore:
     def open(self, store: dist.Store, lost_seconds: float) -> None:
         """Connect, unless a connection exists and works.
 
-        Connecting blocks in C++ while the store's host is slow. ``store`` is not kept: the process
-        that hosts it does so as long as it is referenced.
+        Connecting blocks in C++ while the store's host is slow. ``store`` is not kept, because the
+        process that hosts it would do so for as long as it is referenced.
 
         Args:
             store: the store; the same in each call.
@@ -137,8 +137,8 @@ class SharedStore:
         """Return the result of a store's operation on keys that begin with a prefix.
 
         Once the store's host is gone, nothing is requested: torch writes a page to stderr, with its
-        C++ stack, each time that it detects that. Nor after an error, because the late answer
-        would be taken for that of the next request.
+        C++ stack, each time that it detects that. Nor is anything after an error, because the late
+        answer would be taken for that of the next request.
 
         Raises:
             DistNetworkError: the store's host is gone, or was never reached.
@@ -195,8 +195,8 @@ class Clients:
     A ``TCPStore`` serves one thread at a time, even while that thread waits. Two threads that
     connect at the same time through one client, or through the user's, would wait for each other.
 
-    One is kept for the next thread. Others, needed while several threads connect, then close: each
-    is a descriptor of the store's host.
+    One is kept for the next thread. Any others, needed while several threads connect, are closed
+    afterwards: each costs the store's host a descriptor.
     """
 
     def __init__(self) -> None:
@@ -230,7 +230,7 @@ class Clients:
         return own
 
     def give_back(self, own: dist.Store) -> None:
-        """Keep a connection for the next thread; drop one that raised: an answer may still come."""
+        """Keep a connection for the next thread; not one that raised: an answer may still come."""
         self._free.append(own)
 
     @contextlib.contextmanager
@@ -250,7 +250,7 @@ def _client(store: dist.Store, lost_seconds: float) -> tuple[dist.Store, dict[in
     own: dist.Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
     if not isinstance(end := bare(own), dist.TCPStore):
         return own, {}, set()
-    # It may be idle for hours, in which a firewall may forget it.
+    # It may be idle for hours, and a firewall may forget it meanwhile.
     notice_outages(before, lost_seconds, end.port)
     return own, connected(before, end.port), other_ends(before, end.port)
 

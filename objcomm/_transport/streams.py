@@ -272,7 +272,7 @@ class StreamLink:
             try:
                 self._loop.run_until_over(pending, time.monotonic() + limit.total_seconds())
             except LinkClosed:
-                self.abort()  # a signal may have come between its first step and its end
+                self.abort()  # a signal may have interrupted the first one halfway
                 raise
         if pending.reason:
             raise LinkClosed(pending.reason)
@@ -472,7 +472,7 @@ class StreamLink:
     # ------------------------------------------------------------------ the end
 
     def refuse(self) -> None:
-        """See ``Connections``. Skips other hosts, whose messages may be on their way already."""
+        """See ``Connections``. Skips other hosts, whose messages may already be on their way."""
         for each in tuple(self._connections.values()):
             if not each.is_far and not each.peer.ended:
                 for end in each.sockets():
@@ -502,8 +502,8 @@ class StreamLink:
 
         A signal handler that has interrupted this link hangs up, and leaves the rest to the
         interrupted thread. So does a thread that can't get the lock because of a handler. Threads
-        that wait for this link continue immediately. This method returns when other hosts have what
-        was sent to them, or a moment later.
+        that wait for this link continue immediately. This method waits a moment at most for other
+        hosts to receive what was sent to them.
         """
         self._farewell = farewell or self._farewell  # another thread may be the first to abort
         self._loop.is_aborted = True

@@ -1,10 +1,9 @@
-"""Threads that run jobs: a single job, jobs in order, or many at a time; also queues for turns.
+"""Threads that run one job, jobs in order, or many jobs at a time; and a queue for taking turns.
 
 A signal handler, a destructor or a weak reference callback runs on a thread that may be between any
-two steps of this package, with locks held, and may call anything in it. So every lock may be
-acquired again by its own thread. What it protects is consistent wherever a handler can run, or an
-``Alone`` inside the lock refuses re-entry. An Event is not safe, because a handler may find its
-internal lock held.
+two steps of this package, with locks held, and may call anything in it. So every lock is reentrant.
+What it protects is consistent wherever a handler can run, or an ``Alone`` inside the lock refuses
+re-entry. An Event is not safe, because a handler may find its internal lock held.
 """
 
 import heapq
@@ -47,20 +46,20 @@ class Signal:
         self.is_set = False
 
     def set(self, _: object = None) -> None:
-        """Set it; further calls have no effect. Accepts an argument, as a callback of a future."""
+        """Set it; further calls have no effect. The argument lets this be a future's callback."""
         if not self.is_set:
             self.is_set = True  # no other thread runs between these two
             self._lock.release()
 
     def wait(self, seconds: float = -1) -> bool:
-        """Wait for so many seconds, or without a limit; return whether it is set."""
+        """Wait for at most ``seconds``; negative means no limit. Return whether it is set."""
         if not self.is_set and self._lock.acquire(timeout=seconds):
             self._lock.release()  # for the next waiting thread
         return self.is_set
 
 
 class Alone:
-    """A context manager that its thread can't enter twice, inside a lock that excludes others.
+    """A context manager that a thread can't enter twice, inside a lock that keeps others out.
 
     It is for steps between which the state is inconsistent. A handler that tries to enter it gets
     an error instead of inconsistent state.
@@ -148,7 +147,7 @@ class TicketQueue:
     """Lets threads proceed one after another, in the order in which they took their places.
 
     Attributes:
-        places: those that were taken and not left.
+        places: those that are taken, in order.
     """
 
     def __init__(self) -> None:
@@ -159,7 +158,7 @@ class TicketQueue:
 
     @property
     def waiting(self) -> int:
-        """Number of places that were taken and not left."""
+        """Number of places that are taken."""
         return len(self.places)
 
     def is_held_up(self, place: "Ticket") -> bool:
@@ -173,8 +172,8 @@ class TicketQueue:
     def admit(self) -> None:
         """Notify the first place that its turn has come, unless it was notified.
 
-        A loop in one thread at a time: any of a thousand places may be left when its turn comes,
-        and each departure calls this.
+        Loops, in one thread at a time, instead of recursing: each of a thousand places may be left
+        as soon as its turn comes, and leaving one calls this.
         """
         while True:
             try:
@@ -206,13 +205,13 @@ class Ticket:
     Also a context manager that leaves it at the end.
 
     Attributes:
-        turn: set when all places that were taken before have been left.
+        turn: set when all places taken before this one have been left.
         on_turn: see the constructor.
         owner: the thread that leaves it; 0 while that is undecided.
     """
 
     def __init__(self, order: TicketQueue, on_turn: Callable[[], object] | None = None) -> None:
-        """Create a ticket without taking a place yet, so that nothing can interrupt the two steps.
+        """Create a ticket without a place yet, so that a ``with`` block can begin before ``take``.
 
         Args:
             order: the order in which it is a place.
@@ -230,7 +229,7 @@ class Ticket:
         self._order.admit()
 
     def enter(self, seconds: float) -> bool:
-        """Wait for its turn for so many seconds; return whether it has come.
+        """Wait for its turn for at most ``seconds``; return whether it has come.
 
         Raises:
             UsageError: a handler waits for a place that its own thread has taken.
@@ -262,8 +261,8 @@ class Ticket:
 class OnceThread:
     """At most one thread, however its start is interrupted.
 
-    A start interrupted by Ctrl-C may have succeeded. So the next request starts it again, and of
-    two threads the second does nothing.
+    A start interrupted by Ctrl-C may or may not have succeeded. So the next request starts it
+    again, and if there are two threads, the second does nothing.
     """
 
     def __init__(self, name: str) -> None:
@@ -295,7 +294,7 @@ class OnceThread:
         self._run(job)
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait until the thread has finished its job, if it has started, or for so many seconds.
+        """Wait until the thread has finished its job, if it has started, for at most ``seconds``.
 
         Returns immediately on the thread that runs the job.
         """
@@ -329,7 +328,7 @@ class ThreadPool:
         return not self.under_way
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run ``job``, which must not raise, soon.
+        """Run ``job`` soon; it must not raise.
 
         Raises:
             RuntimeError: this process can't start more threads.
@@ -377,8 +376,8 @@ class ThreadPool:
                 self._idle += 1
 
 
-# A thread that only computes keeps the interpreter for 5 ms from others, such as those that move
-# bytes. Hence a pause between two jobs.
+# A thread that only computes keeps the interpreter to itself for 5 ms, which delays others, such as
+# those that move bytes. Hence a pause between two jobs.
 _PAUSE_SECONDS = 50e-6
 
 
@@ -478,7 +477,7 @@ class Apart:
                 self._callers.discard(is_woken)
 
     def abandon(self) -> None:
-        """Make all waits that do not end raise, those that have begun and later ones."""
+        """Make all waits that have not ended raise, including later ones."""
         with self._lock:
             self._is_abandoned = True
             callers = tuple(self._callers)
@@ -491,7 +490,7 @@ class Apart:
 def done_within(
     seconds: float, job: Callable[[], T], undo: Callable[[T], object] = lambda _: None
 ) -> T:
-    """Return or raise what ``job`` does on a thread, which is left behind if it takes too long.
+    """Run ``job`` on a thread and return its result; abandon the thread if it takes too long.
 
     Args:
         seconds: how long to wait for it.
@@ -572,7 +571,7 @@ class SerialExecutor:
 
     @property
     def is_here(self) -> bool:
-        """Whether the calling thread is this line's own, and runs a job now."""
+        """Whether the calling thread is this executor's own, and is running a job."""
         return self._thread is threading.current_thread()
 
     def submit(self, job: Callable[[], None]) -> None:
@@ -614,7 +613,7 @@ class SerialExecutor:
 
 
 class _Worker(threading.Thread):
-    """The thread of a line or of a pool."""
+    """The thread of a SerialExecutor or of a ThreadPool."""
 
     def __init__(
         self, owner: ThreadPool | SerialExecutor, target: Callable[[], None], name: str
@@ -624,7 +623,7 @@ class _Worker(threading.Thread):
 
 
 def are_workers_busy() -> bool:
-    """Return whether any pool or line of this process runs a job, or still drops its objects."""
+    """Return whether any ThreadPool or SerialExecutor runs a job, or still drops its objects."""
     return any(
         isinstance(each, _Worker) and not each.owner.is_idle for each in threading.enumerate()
     )
@@ -634,7 +633,7 @@ class Alarm:
     """Something to do at a certain time.
 
     Attributes:
-        ring: does it; None once it was canceled or done.
+        ring: does it; None once it is canceled or done.
     """
 
     __slots__ = ("ring",)
@@ -656,7 +655,7 @@ class AlarmClock:
         self._thread: threading.Thread | None = None
 
     def set(self, seconds: float, ring: Callable[[], object]) -> Alarm:
-        """Call ``ring``, which must neither raise nor wait, after so many seconds.
+        """Call ``ring``, which must neither raise nor wait, after ``seconds``.
 
         Raises:
             RuntimeError: this process can't start more threads.
