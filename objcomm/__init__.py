@@ -58,7 +58,7 @@ else:
 
     def __getattr__(name: str) -> Any:
         """Import all public names when the first is used, because they need torch."""
-        if name.startswith("_") and name != "__all__":  # such as those that Python looks up
+        if name.startswith("_") and name != "__all__":  # Python itself looks up such names
             raise AttributeError(f"module 'objcomm' has no attribute {name!r}")
         from objcomm import _public  # noqa: PLC0415  # only when needed
 

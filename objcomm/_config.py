@@ -57,7 +57,7 @@ Transport: TypeAlias = Literal["auto", "streams", "gloo"]
 #: The values of ``transport=``.
 TRANSPORTS: tuple[Transport, ...] = ("auto", "streams", "gloo")
 
-#: Stands for no timeout. One of many years would overflow timers and the clocks of links.
+#: Stands for no timeout. A timeout of many years would overflow timers and the clocks of links.
 FOREVER_SECONDS = 1e7
 
 
@@ -158,13 +158,13 @@ class Settings:
         max_depth: how deeply containers may be nested.
         max_buffers: how many buffers one message may have.
         accept: codecs whose messages this rank decodes; ``None`` for all.
-        allow: what a pickle may name, by name; ``None`` for everything.
+        allow: classes and functions that a pickle may name, by name; ``None`` for all.
         secret: derived from the key that signs messages, if the program has set one.
         check: whether ranks agree on each operation first, or ``"lines"`` if a call must be on the
             same line on all ranks; ``None`` to use the environment's setting.
         record_folder: where a rank writes its last calls when ranks lose each other; ``None`` to
             use the environment's setting.
-        report_after: how many seconds a call waits before this is logged.
+        report_after: after how many seconds a waiting call is logged.
         lost_after: for how many seconds a host may be out of reach.
         transport: what connects ranks; ``None`` to use the environment's setting.
         ports: ports on which other hosts reach this rank; ``None`` to use the environment's
@@ -188,12 +188,12 @@ class Settings:
 
     @property
     def is_checked(self) -> bool:
-        """Whether ranks agree on each operation before it."""
+        """Whether ranks agree on each operation before it begins."""
         return (environment_check() if self.check is None else self.check) is True
 
     @property
     def lines_must_agree(self) -> bool:
-        """Whether ranks must make a call without a name on the same line."""
+        """Whether all ranks must make an unnamed call on the same line."""
         return (environment_check() if self.check is None else self.check) == LINES
 
     @property
@@ -250,7 +250,7 @@ def settings_with(
         operation: the operation that the user called, for an error's text.
 
     Raises:
-        UsageError: ``accept`` or ``allow`` is not such a list, or ``allow`` names something that
+        UsageError: ``accept`` or ``allow`` is not a valid list, or ``allow`` names something that
             does not exist or can't be admitted safely.
     """
     before = settings()
@@ -267,7 +267,7 @@ class _Decoding(threading.local):
     """The options for the message that this thread decodes; None while it decodes none.
 
     This is not a ContextVar, because Python 3.11 may run the garbage collector inside
-    ``ContextVar.set``, and a destructor may then make a call that sets a variable, too. In that
+    ``ContextVar.set``, and a destructor may then make a call that also sets a variable. In that
     case one of the two values is lost, ``reset`` raises LookupError, or freed memory is read. So
     calls set no ContextVar, and the user's own blocks restore theirs without a token.
     """
@@ -291,7 +291,7 @@ class configure:  # noqa: N801  # used as a function and as a context
 
     Args:
         codec: name of the codec that encodes objects. Receivers read it from the message.
-        accept: names of the codecs whose messages this rank decodes. A message of any other codec
+        accept: names of the codecs whose messages this rank decodes. A message in any other codec
             is not read and raises DecodeError.
         allow: the classes and functions that a received pickle may name, as objects or as
             ``"module.qualname"``. Any other is refused before it runs, with ForbiddenTypeError.
@@ -315,11 +315,11 @@ class configure:  # noqa: N801  # used as a function and as a context
         record_folder: folder in which this rank writes its last calls when ranks lose each other;
             ``""`` for none. Default: the environment's OBJCOMM_RECORD_FOLDER. See
             ``objcomm.recorder``.
-        report_after: number of seconds after which a waiting call is logged, as a warning of the
+        report_after: number of seconds after which a waiting call is logged, as a warning from the
             logger ``objcomm`` that shows where the awaited ranks are. The warning is repeated each
             time the wait has doubled. Default: 60; ``math.inf`` for never.
-        lost_after: number of seconds without an answer from a host, because it or its network has
-            failed, after which its ranks count as dead; see the guide on failures. It applies to
+        lost_after: number of seconds that a host may be silent, because it or its network has
+            failed, before its ranks count as dead; see the guide on failures. It applies to
             connections made afterwards, on Linux only. Default: 60; ``math.inf`` for the system's
             own limits.
         transport: what connects ranks; it applies to connections made afterwards. ``"streams"``
@@ -328,11 +328,11 @@ class configure:  # noqa: N801  # used as a function and as a context
             group. ``"auto"`` uses streams, or Gloo with a logged warning if streams can't be made
             or another rank has chosen Gloo. Default: the environment's OBJCOMM_TRANSPORT, otherwise
             ``"auto"``.
-        ports: ports on which ranks of other hosts reach this rank, for firewalls, such as
-            ``"40000-40100"``. Each rank uses one port for each group. Default: the environment's
-            OBJCOMM_PORTS, otherwise any free port. Gloo always uses any free port.
-        everywhere: whether to set the options also for threads that have not set their own,
-            including those already running. The last such call counts.
+        ports: ports on which ranks on other hosts reach this rank, such as ``"40000-40100"``, if a
+            firewall opens only some. Each rank uses one port for each group. Default: the
+            environment's OBJCOMM_PORTS, otherwise any free port. Gloo always uses any free port.
+        everywhere: whether to also set the options for threads that have not set their own,
+            including those already running. The last such call wins.
 
     Raises:
         UsageError: a limit is too small or not a number, the key is too short, ``accept`` is not a
@@ -411,11 +411,11 @@ class configure:  # noqa: N801  # used as a function and as a context
 def check(*, everywhere: bool = False) -> configure:
     """Make all ranks agree on each operation before it begins, for debugging.
 
-    A rank that only sends returns from its call without an answer, so it learns only in its next
-    call that other ranks were in a different operation. With this option, all ranks first compare
-    their operations, and every rank raises DesyncError in the call that differs. This costs about
-    one barrier per call. Every rank must set it. ``OBJCOMM_CHECK=1`` in the environment sets it for
-    a whole job, unless the program calls ``configure(check=False)``.
+    A rank that only sends does not wait for an answer, so it learns only in its next call that
+    other ranks were in a different operation. With this option, all ranks first compare their
+    operations, and every rank raises DesyncError in the call that differs. This costs about one
+    barrier per call. Every rank must set it. ``OBJCOMM_CHECK=1`` in the environment sets it for a
+    whole job, unless the program calls ``configure(check=False)``.
 
     Args:
         everywhere: as in ``configure``.
@@ -460,7 +460,7 @@ def _checked(check: object) -> Check:
     """
     if check == LINES:
         return LINES
-    if check in (True, False):  # not a set: a list has no hash
+    if check in (True, False):  # not a set, because a list can't be hashed
         return bool(check)
     raise UsageError(f"configure: check={check!r} must be True, False or 'lines'")
 
@@ -545,7 +545,7 @@ _BEYOND_CHECKING = frozenset({"numpy.ndarray", "numpy.dtype"})
 
 
 def _admitted(allow: Iterable[Allowed], operation: str) -> dict[str, Any]:
-    """Map the names that a pickle uses for classes and functions to them."""
+    """Return the allowed classes and functions by the names that a pickle uses for them."""
     admitted = {}
     listed = [allow] if isinstance(allow, str) else _members(allow)
     if listed is None:
@@ -638,7 +638,7 @@ def parse_device(device: DeviceLike, operation: str) -> torch.device | None:
 
 
 def secret_of(key: bytes | str) -> bytes:
-    """Derive 64 bytes from a user's key, which are used in its place from here on.
+    """Derive the 64 bytes that are used from here on in place of a user's key.
 
     Raises:
         UsageError: the key is neither bytes nor text, or is too short to resist guessing.
@@ -651,8 +651,8 @@ def secret_of(key: bytes | str) -> bytes:
     return hashlib.blake2b(raw, person=b"objcomm secret").digest()
 
 
-#: The names that errors suggest for those of other libraries: torch.distributed, mpi4py,
-#: accelerate, Horovod, SpeechBrain, Lightning, detectron2 and mmengine.
+#: Other libraries' names, and those that errors suggest instead. The libraries: torch.distributed,
+#: mpi4py, accelerate, Horovod, SpeechBrain, Lightning, detectron2 and mmengine.
 NAMES_ELSEWHERE = {
     "Allreduce": "all_reduce",
     "Barrier": "barrier",
@@ -711,7 +711,7 @@ NAMES_ELSEWHERE = {
     "waitall": "wait_all",
 }
 
-#: The operators that errors suggest for those of other libraries, which are in lower case.
+#: Other libraries' operators, in lower case, and those that errors suggest instead.
 OPERATORS_ELSEWHERE = {
     "add": "sum",
     "average": "mean",
@@ -726,7 +726,7 @@ OPERATORS_ELSEWHERE = {
     "product": "prod",
 }
 
-#: The keywords that errors suggest for those of other libraries.
+#: Other libraries' keywords, and those that errors suggest instead.
 KEYWORDS_ELSEWHERE = {
     "dest": "dst=",
     "group_dest": "group_dst=",

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from objcomm.errors import UsageError
 
-#: A command that starts a program on one host, for errors.
+#: A command that starts a program on one host, for error messages.
 EXAMPLE = "torchrun --nproc-per-node=4 train.py"
 
 #: For each launcher, a command that starts a program and tells its ranks the host of rank 0.
@@ -62,9 +62,9 @@ class Placement(NamedTuple):
 
     @property
     def named_by(self) -> str:
-        """The name of the world size's source, for errors about a missing address.
+        """What has set the world size, for errors about a missing address.
 
-        Torchrun always sets an address; without one, something else has set its variables.
+        Torchrun always sets an address; if there is none, something else has set its variables.
         """
         return "WORLD_SIZE" if self.launcher == "torchrun" else self.launcher
 
@@ -147,7 +147,7 @@ def tells_no_size() -> bool:
 
 
 def has_agent_store(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun hosts the store in which ranks meet, so that no rank must create it."""
+    """Whether torchrun hosts the store in which ranks meet, so that no rank needs to create it."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -180,7 +180,7 @@ def placement_in(environ: Mapping[str, str]) -> Placement | None:
 
 def _promise_of(names: _Names, found: Mapping[str, str]) -> str:
     """Return a launcher's variable that says that there are other ranks, if no rank is set."""
-    if names.launcher == "SLURM":  # it sets the size also in the shell of an allocation
+    if names.launcher == "SLURM":  # it also sets the size in an allocation's shell
         return ""
     size = names.world_sizes[0]
     if _number(found, size, 1) > 1:
@@ -217,7 +217,7 @@ def rank_in(environ: Mapping[str, str]) -> int | None:
 
 
 def local_rank_in(environ: Mapping[str, str]) -> int | None:
-    """Return this process's rank on its host, likewise."""
+    """Return this process's rank on its host, from the first launcher that has set one."""
     return _first(environ, [names.local_rank for names in _LAUNCHERS])
 
 
@@ -254,7 +254,7 @@ def _launcher_in(environ: Mapping[str, str]) -> _Names | None:
 
 
 def _is_batch_script(environ: Mapping[str, str]) -> bool:
-    """Whether sbatch started this process: there is one for the whole job, but it has a rank."""
+    """Whether this is a job's batch script, which has a rank although it runs only once."""
     return bool(_text(environ, "SLURM_SUBMIT_DIR")) and not any(
         _text(environ, name) for name in _STEP_VARIABLES
     )
@@ -365,7 +365,7 @@ def machine() -> str:
 
 
 def system() -> str:
-    """Return Python's name of the operating system: ``"linux"``, ``"darwin"`` for macOS."""
+    """Return Python's name for the operating system: ``"linux"``, or ``"darwin"`` for macOS."""
     return sys.platform
 
 
@@ -379,7 +379,7 @@ def namespace(kind: str) -> int:
 
 
 def interface_addresses() -> dict[str, list[str]]:
-    """Return this host's addresses by interface, IPv4 first as in getifaddrs; on Linux only."""
+    """Return this host's addresses by interface, IPv4 first, as getifaddrs does; Linux only."""
     import ctypes  # noqa: PLC0415  # rarely needed
     import fcntl  # noqa: PLC0415  # absent on Windows
 

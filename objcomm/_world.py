@@ -3,8 +3,8 @@
 All uses of torch's private API for this are here. ``dist.new_group`` must be called by every rank
 of the world, in the same order. With ``use_local_synchronization=True`` only members must call it,
 but torch then derives the group's name from its ranks and the number of groups that this process
-has. Members that have created different groups before wait for each other under different names
-until the timeout. Here, the members agree on a name beforehand.
+has. Members that created different groups earlier wait for each other under different names until
+the timeout. Here, the members agree on a name beforehand.
 """
 
 from __future__ import annotations  # torch may be built without distributed
@@ -50,8 +50,8 @@ def bare(store: Any) -> Any:
     return store
 
 
-#: The group of a rank that is not a member. It is torch's own object, because programs compare it
-#: by ``is``; a torch without distributed has none. (None as ``group=`` means the world.)
+#: The group of a rank that is not a member. It is torch's own object, because programs compare
+#: with ``is``; a torch without distributed has none. (None as ``group=`` means the world.)
 NOBODY: Any = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else -100
 
 
@@ -229,7 +229,7 @@ def timeout_of(process_group: Any) -> float:
 
 #: Backends whose ranks may not be processes, or may not share a store.
 _UNREACHABLE = {"fake", "mpi", "threaded"}
-#: Stores by class name. Torch uses a plain ``Store`` where there is none, and 2.15 has a
+#: Class names of stores. Torch uses a plain ``Store`` as a placeholder, and 2.15 has a
 #: ``FakeStore``.
 _STORES_OF_ONE_PROCESS = {"FakeStore", "HashStore", "Store"}
 
@@ -260,7 +260,7 @@ def is_reachable(group: GroupLike) -> bool:
 
 
 def _not_joined(group: GroupLike) -> Unjoined:
-    """Return what is known of this rank while torch.distributed is not initialized."""
+    """Return what is known about this rank while torch.distributed is not initialized."""
     if group is None:
         return unjoined_in(os.environ)
     return Unjoined(-1, -1, "") if is_nobody(group) else Unjoined(0, 1, "")
@@ -375,16 +375,16 @@ _NEVER = timedelta(days=365)
 
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-_environment = threading.RLock()  # a destructor may create another
+_environment = threading.RLock()  # reentrant: a destructor may create another backend
 
 
 @contextlib.contextmanager
 def _errors_left_to_objcomm() -> Iterator[None]:
-    """Create a backend of NCCL whose watchdog does not end the process when a peer has died.
+    """Keep the watchdog of an NCCL backend created here from ending the process when a peer dies.
 
-    A verdict aborts it instead. ``dist.distributed_c10d._abort_process_group`` asks for this
-    setting, which NCCL's backend reads from the environment when it is created: its options have
-    none for it. A group that another thread creates at the same moment gets the setting, too.
+    A verdict aborts the backend instead. ``dist.distributed_c10d._abort_process_group`` asks for
+    this setting, which the backend reads from the environment when it is created; its options do
+    not include it. A group that another thread creates at the same moment gets it, too.
     """
     with _environment:
         before = os.environ.get(_ERROR_HANDLING)
@@ -447,7 +447,7 @@ def has_gloo(group: Any) -> bool:
 
 
 def is_alive(group: Any) -> bool:
-    """Whether torch still knows a process group, which it does until it is destroyed."""
+    """Whether torch still knows a process group, which it does until the group is destroyed."""
     try:
         dist.get_backend(group)
     except ValueError:
@@ -474,7 +474,7 @@ class _Binding:
     def hidden(self, world: Any) -> Iterator[torch.device | None]:
         """Hide the device during this block, and yield it."""
         with self._lock:
-            self._hiding += 1  # first, for a signal handler that interrupts this
+            self._hiding += 1  # first, in case a signal handler interrupts this
             if self._hiding == 1:
                 self._device = world.bound_device_id
                 world.bound_device_id = None

@@ -206,7 +206,7 @@ class ForbiddenTypeError(DecodeError):
 
 
 class WireError(ObjcommError):
-    """Received bytes are not a message of objcomm, or a damaged one."""
+    """Received bytes are not an objcomm message, or the message is damaged."""
 
 
 class AuthenticationError(WireError):
@@ -219,7 +219,7 @@ class Position(NamedTuple):
     Attributes:
         rank: the group rank.
         operation: the name of the operation; empty if the rank has made no call.
-        sequence: the number of operations that the rank started on this lane before.
+        sequence: the number of operations that the rank started on this lane before this one.
         root: group rank of source or destination; -1 if there is none.
         call_site: the user's ``file:line``.
         seconds: how long ago the call began, or ended if it is over; 0 if not measured.
@@ -228,7 +228,7 @@ class Position(NamedTuple):
         name: the start of the call's name.
         line: where the rank is in its program, as ``file:line in function``, if it is computing;
             empty if it waits in the call, or if that is unknown.
-        line_seconds: for how long all consecutive snapshots have found the rank there.
+        line_seconds: for how long consecutive snapshots have found the rank there.
         unmatched: description of messages that a receive does not match.
         fingerprint: hash of further properties that must agree, such as a named operator; 0 if
             there are none.
@@ -315,7 +315,7 @@ def position_texts(
         silent: ranks that did not answer.
         foremost: ranks to list first, if there are too many positions to list all.
         silent_seconds: for how long ``silent`` ranks have not answered.
-        is_past: whether to describe what the ranks called, starting with what the fewest called.
+        is_past: whether to describe what the ranks called, starting with the rarest call.
     """
     known = sorted(positions)
     is_few = len(known) + len(silent) <= _FEW and not is_past
@@ -341,7 +341,7 @@ def position_texts(
     return texts + [f"{ranks_text(rest)}: elsewhere"] * bool(rest)
 
 
-#: Reason of a DesyncError for two calls that differ only in their lines.
+#: Reason for a DesyncError about two calls that differ only in their lines.
 OTHER_LINES = "other lines"
 
 #: Reason for two calls that differ only in properties that are not shown.
@@ -477,8 +477,8 @@ class RankFailure:
         type_name: qualified name of the exception's type.
         message: ``str(exception)``, without other ranks' tracebacks.
         traceback: the line of the call on that rank, followed by the formatted traceback without
-            objcomm's own frames. Only the line if nothing was raised on that rank, because its
-            object merely does not fit those of the others.
+            objcomm's own frames. Only the line if nothing was raised on that rank, whose object
+            merely did not fit the others'.
     """
 
     rank: int
@@ -568,7 +568,7 @@ class StartError(ObjcommError, RuntimeError):
 
 
 class LaunchError(ObjcommError, RuntimeError):
-    """Ranks that ``launch`` had started failed; the remaining ranks were terminated.
+    """Ranks started by ``launch`` failed; the remaining ranks were terminated.
 
     Attributes:
         name: the name of the function that they ran.
@@ -730,6 +730,6 @@ def _tracebacks(failures: Sequence[RankFailure]) -> str:
 
 
 def _excerpt(text: str, letters: int) -> str:
-    """Shorten a text that is too long to its beginning and end."""
+    """Cut out the middle of a text that is too long."""
     half = letters // 2
     return text if len(text) <= letters else f"{text[:half]} […] {text[-half:]}"

@@ -1,4 +1,4 @@
-"""Export the counters of ``objcomm.stats``, and what ranks do, to monitoring tools."""
+"""Export the counters of ``objcomm.stats``, and what ranks are doing, to monitoring tools."""
 
 from objcomm._failures.activity import activity_to_prometheus
 from objcomm._observe.published import publish

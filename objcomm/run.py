@@ -1,6 +1,6 @@
 """``python -m objcomm.run train.py``: run a program with torch's object collectives replaced.
 
-Puts a folder with a ``sitecustomize`` into ``PYTHONPATH``, and then replaces itself with the Python
+Puts a folder with a ``sitecustomize`` on ``PYTHONPATH``, and then replaces itself with the Python
 that runs the program. There, ``sitecustomize`` replaces the functions when torch is imported. This
 also works in every Python process that the program starts. Knows command lines and the environment;
 ``compat.program`` knows what to replace and what to report.
@@ -94,7 +94,7 @@ def _interpreter_options(before: Sequence[str], name: str = _NAME) -> list[str]:
     """Return Python's own options from the arguments up to and including ``-m`` and this name."""
     *options, last = before
     if last == name:
-        last = options.pop()  # "-m", or several letters of which that is the last
+        last = options.pop()  # "-m", or combined letters that end in it: "-um"
     letters = last.removesuffix(name).removesuffix("m")
     return options if letters == "-" else [*options, letters]
 
