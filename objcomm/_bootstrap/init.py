@@ -242,12 +242,12 @@ def init(
 ) -> Start:
     """Join the ranks that a launcher has started, and initialize torch.distributed.
 
-    Every rank of the job must call this. It returns when all ranks have joined and objcomm's own
-    connections are established, which from then on detect the death of a rank. It reads the
-    variables of torchrun, Open MPI, PMI (MPICH, Intel MPI), SLURM and jsrun, in this order, and
-    does not change them. Ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT``. The default address is
-    the first host of SLURM's list, or this host if it has all ranks. The default port is derived
-    from SLURM's job and step; without SLURM it is 29500.
+    Every rank of the job must call this. It returns when all ranks have joined and have established
+    objcomm's own connections, which from then on detect the death of a rank. It reads the variables
+    of torchrun, Open MPI, PMI (MPICH, Intel MPI), SLURM and jsrun, in this order, and does not
+    change them. Ranks meet at ``MASTER_ADDR`` and ``MASTER_PORT``. The default address is the first
+    host of SLURM's list, or this host if it has all ranks. The default port is derived from SLURM's
+    job and step; without SLURM it is 29500.
 
     Without any launcher's variables, nothing is initialized: the program is a world of one, in
     which every function of objcomm works. If torch.distributed is already initialized, nothing
@@ -259,8 +259,8 @@ def init(
             to ``gloo`` if there is no accelerator.
         timeout: seconds or timedelta for the ranks to meet, and for operations of the group;
             defaults to torch's own.
-        device: this rank's accelerator; it becomes the current device if the backend has a
-            separate one for this type of device. Defaults to the device whose index is this rank's
+        device: this rank's accelerator; it becomes the current device if the backend includes a
+            separate one for devices of this type. Defaults to the device whose index is this rank's
             local rank, or to the only visible one if ``CUDA_VISIBLE_DEVICES`` or a similar variable
             shows each rank its own.
 
@@ -319,8 +319,8 @@ def shutdown() -> None:
 
     Raises:
         DesyncError: another rank made different calls than this one, which becomes apparent only
-            now that there are no more calls. Raised on this rank, which has left nevertheless, but
-            not while another error propagates.
+            now that there are no more calls. Raised on this rank, unless another error is
+            propagating; the rank has left in any case.
 
     Examples:
         >>> import objcomm
@@ -440,7 +440,7 @@ def _joined(
 
 # The return type is quoted for a torch that was built without distributed.
 def _store(place: Placement, limit: timedelta | None, *, is_agents: bool) -> "dist.Store":
-    """Connect to the store where ranks meet: torchrun's, for all attempts, or one on rank 0.
+    """Connect to the store where ranks meet: torchrun's, which serves all attempts, or rank 0's.
 
     Raises:
         StartError: the store is on rank 0, which can't be reached.

@@ -31,7 +31,7 @@ Ts = TypeVarTuple("Ts")
 
 # After one rank has failed, the others detect that within 2 s and report their own errors.
 _GRACE_SECONDS = 4.0
-# On a busy machine a killed process takes a while to end; torch does not wait for it any longer.
+# On a busy machine a killed process takes a while to end; torch stops waiting for it earlier.
 _KILLED_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _STACK_SECONDS = 4.0
@@ -137,7 +137,7 @@ def _pickled(name: str, order: tuple[object, ...]) -> bytes:
 def _undisturbed() -> Iterator[dict[signal.Signals, Any]]:
     """Show only errors of torch's launcher, and restore the signal handlers that it replaces.
 
-    Yields the handlers; none on other threads than the main one, where torch replaces none.
+    Yields the handlers; none outside the main thread, where torch replaces none.
     """
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {each: signal.getsignal(each) for each in _SIGNALS} if is_main else {}
@@ -158,7 +158,7 @@ def _check_start(backend: str | None, environment: Mapping[str, str] | None) -> 
     """Validate the backend and environment for new ranks.
 
     Raises:
-        UsageError: one of them is of a wrong type.
+        UsageError: one of them has the wrong type.
     """
     if not isinstance(backend, str | None):
         raise UsageError(f"launch: backend={backend!r} must be a backend's name or None")
@@ -192,7 +192,7 @@ class _Job:
         Args:
             order: what each rank runs.
             limit: how many seconds all ranks may take.
-            handlers: the program's signal handlers; empty on other threads than the main one.
+            handlers: the program's signal handlers; empty outside the main thread.
         """
         # Imported here because it takes as long as all of objcomm, and only launching needs it.
         from torch.distributed.elastic.multiprocessing import (  # noqa: PLC0415  # see above
@@ -214,7 +214,7 @@ class _Job:
         )
         try:
             for each, handler in handlers.items():
-                if handler is not signal.SIG_DFL:  # torch's stays for a signal that would end it
+                if handler is not signal.SIG_DFL:  # torch's stays: the default would end us
                     signal.signal(each, handler)
             self._wait(deadline, limit)
         finally:
@@ -272,7 +272,7 @@ class _Job:
         return any(self._path(kind, rank).exists() for kind in ("result", "failure"))
 
     def _ask_for_stacks(self, ranks: list[int]) -> None:
-        """Make ranks write their stacks, and wait for them for up to ``_STACK_SECONDS``."""
+        """Make ranks write their stacks, and wait up to ``_STACK_SECONDS`` for them."""
         paths = {rank: self._path("stacks", rank) for rank in ranks}
         # The file exists once the rank handles the signal.
         asked = {rank: path for rank, path in paths.items() if path.exists()}
@@ -328,7 +328,7 @@ class _Job:
         return int(is_caused_elsewhere), path.stat().st_mtime_ns
 
     def _failure(self, rank: int) -> RankFailure | None:
-        """Return why a rank left no result; None if it did."""
+        """Return why a rank left no result; None if it left one."""
         ended = self.failed.get(rank)
         if not ended and self._path("result", rank).exists():
             return None

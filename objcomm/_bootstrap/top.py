@@ -1,7 +1,7 @@
 """``python -m objcomm top``: attach to a job through its store, and show what its ranks are doing.
 
-It is not a rank. It asks at the job's noticeboard as a rank does that wants to know where another
-one is, and reads the answers. Whatever it reads is checked, and made printable, before it is shown.
+It is not a rank. It asks on the job's noticeboard, as a rank does to find out where another one is,
+and reads the answers. Whatever it reads is checked, and made printable, before it is shown.
 """
 
 import argparse
@@ -47,7 +47,7 @@ _ENTER, _LEAVE, _CLEAR, _BOLD, _PLAIN = (
     "\x1b[1m",
     "\x1b[m",
 )
-# A shell reports the end by a signal as this plus the signal's number.
+# The exit status of a program that a signal ended: this plus the signal's number.
 _SIGNALED = 128
 
 
@@ -171,7 +171,7 @@ def _answers(row: RankActivity) -> bool:
 
 
 def _looks(monitor: Monitor, interval: float) -> Iterator[Activity]:
-    """Yield what the ranks do, until all have ended or their store has closed."""
+    """Yield what the ranks are doing, until all have ended or their store has closed."""
     while True:
         due = time.monotonic() + interval
         try:
@@ -185,7 +185,7 @@ def _looks(monitor: Monitor, interval: float) -> Iterator[Activity]:
 
 
 def _export_at(port: int | None, leaving: contextlib.ExitStack) -> Callable[[Activity], None]:
-    """Serve what ranks do to Prometheus on this host; return how to update it.
+    """Serve the ranks' activity to Prometheus on this host; return a function to update it.
 
     Raises:
         OSError: the port can't be used.
@@ -234,7 +234,7 @@ _LINE_LETTERS = 48
 
 
 def _lines(activity: Activity, place: str) -> list[str]:
-    """Return the lines to show, one for each rank below two others."""
+    """Return the lines to show: two heading lines, then one for each rank."""
     now = time.strftime("%H:%M:%S", time.localtime(activity.at))
     text = "no rank has waited for another"
     if activity.slowest >= 0:
@@ -276,7 +276,7 @@ def _bytes(count: float | None) -> str:
 def _screen(activity: Activity, lines: list[str]) -> str:
     """Return what replaces a terminal's content: as much as it holds, the slowest rank in bold.
 
-    The slowest rank is shown in any case, last if it comes after the others.
+    The slowest rank is always shown: in the last row, if it would otherwise not fit.
     """
     size = shutil.get_terminal_size()
     at = 2 + activity.slowest if activity.slowest >= 0 else 0

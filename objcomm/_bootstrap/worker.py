@@ -40,8 +40,8 @@ def main() -> int:
                 folder / f"failure{rank}",
                 json.dumps((is_caused_elsewhere(error), summary)).encode(),
             )
-            # After its own failure is reported, because ranks that wait for this one now fail too.
-            # In the handler, because then calls are not compared: this rank made fewer of them.
+            # Only now that the failure is reported: ranks that wait for this one will fail, too.
+            # Inside the handler, calls are not compared: this rank made fewer than the others.
             shutdown()
             return 1
         else:
@@ -84,7 +84,7 @@ def _leave(path: Path, content: bytes) -> None:
     """Write a file atomically."""
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_bytes(content)
-    # Failures are sorted by modification time; the kernel's own is accurate to some milliseconds.
+    # Failures are sorted by modification time; the kernel's is only accurate to milliseconds.
     now = time.time_ns()
     os.utime(unfinished, ns=(now, now))
     unfinished.rename(path)

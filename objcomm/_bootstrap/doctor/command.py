@@ -43,7 +43,7 @@ _PAUSE_SECONDS = 0.05
 _QUIET_SECONDS = 3.0
 _TRY_SECONDS = 3.0
 _GRACE_SECONDS = 2.0
-# Two processes of one rank usually start at the same time.
+# Two processes with the same rank usually start at the same time.
 _SETTLE_SECONDS = 0.3
 # How long rank 0 keeps its store after the report; the other ranks see immediately that it is done.
 _LEAVE_SECONDS = 3.0
@@ -117,7 +117,7 @@ def check(options: Options) -> int:
 
 
 def _answering(own: Report, leaving: contextlib.ExitStack) -> Report:
-    """Start to answer at Gloo's address, on one of objcomm's ports if the user has set any."""
+    """Start answering at Gloo's address, on one of objcomm's ports if the user has set any."""
     if not own.address:
         return own
     try:
@@ -154,7 +154,7 @@ def _conclude(evidence: Evidence, own: Report, options: Options) -> int:
 def _leave_for_torchrun(text: str) -> None:
     """Make torchrun's own report of failed ranks, which it prints last, end with the findings.
 
-    Torchrun shows this file of the rank that failed first, with a resolution of one second.
+    Torchrun shows the file of the rank that failed first, by its timestamp in whole seconds.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
@@ -174,7 +174,7 @@ class _Job:
         self._own = own
         self._board = board
         self._options = options
-        # Each, for reaching all ranks, creating a group, and measuring links.
+        # Each step has this long: reaching all ranks, creating a group, measuring links.
         self._seconds = options.seconds / 3
 
     def run(self, deadline: float) -> int:
@@ -185,7 +185,7 @@ class _Job:
             return self._lead(self._call_roll(deadline))
         while time.monotonic() < deadline and not board.count("leaders", 0):
             time.sleep(_PAUSE_SECONDS)
-        has_leader = board.count("leaders", 0) > 0  # it waits for others as long as this rank
+        has_leader = board.count("leaders", 0) > 0  # it waits for others just as long
         until = time.monotonic() + _GRACE_SECONDS + has_leader * self._options.seconds
         peers = board.fetch("peers", tuple[Peer, ...], until)
         if peers is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 #: A number that is not known.
 UNKNOWN = -1
 
-#: The lookup of a name should take less, because each connecting rank makes all others wait for it.
+#: Looking up a name should take less: when a rank connects, all others wait for the lookup.
 SLOW_LOOKUP_SECONDS = 0.2
 
 
@@ -20,7 +20,7 @@ class Peer:
 
     Attributes:
         rank: its global rank; ``UNKNOWN`` if its variables do not give it.
-        machine: a name that ranks share only if they are on one host.
+        machine: a name that ranks share only if they are on the same host.
         address: the address at which Gloo listens; empty if it can't.
         port: the port on which the doctor listens at that address; 0 if it does not.
         token: its answer there, which is unique to this process.
@@ -47,7 +47,7 @@ class Report(Peer):
         launcher: the launcher whose variables it has; empty if there is none.
         host: the host's name.
         pid: its process id.
-        system: Python's name of the operating system.
+        system: Python's name for the operating system.
         versions: what must be the same on all ranks, as pairs of name and version: installed
             software, and the backend that ``objcomm.init`` would choose.
         devices: the name of each device of its accelerator.
@@ -106,8 +106,8 @@ class Lookup:
         by: the rank that looked it up, on the store's host.
         rank: the lowest rank that connects from this address.
         address: the address as the store sees it.
-        seconds: the time of the slowest lookup, or how long it was waited for; for lookups that
-            lost no query, the shorter of two in a row.
+        seconds: how long the slowest lookup took, or was waited for. A lookup that lost no query
+            counts as no slower than the one before it.
         count: number of lookups.
     """
 
@@ -150,7 +150,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What rank 0 has collected, or what a rank knows that has not met rank 0.
+    """What rank 0 has collected, or what a rank that has not met rank 0 knows.
 
     Attributes:
         world_size: number of ranks, according to the rank that draws the conclusions.

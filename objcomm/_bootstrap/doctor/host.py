@@ -42,7 +42,7 @@ def examine(environ: Mapping[str, str]) -> tuple[Report, Placement | None]:
 
     Returns:
         The facts, and the placement of this process by its launcher. The placement is None if there
-        is no launcher, or if its variables are wrong, which the facts then contain.
+        is no launcher, or if its variables are wrong, which the facts then say.
     """
     place, problem = None, ""
     try:
@@ -109,7 +109,7 @@ def gloo_address() -> tuple[str, str]:
 def _versions(backend: str) -> tuple[tuple[str, str], ...]:
     try:
         own = importlib.metadata.version("objcomm")
-    except importlib.metadata.PackageNotFoundError:  # it runs from a folder
+    except importlib.metadata.PackageNotFoundError:  # not installed, but run from a folder
         own = "unknown"
     found = {"Python": platform.python_version(), "torch": torch.__version__, "objcomm": own}
     for name in ("cuda", "hip", "xpu"):

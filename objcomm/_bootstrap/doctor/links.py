@@ -151,8 +151,8 @@ def contact(peer: Peer, seconds: float, until: float) -> Contact:
     Args:
         peer: the rank to reach.
         seconds: how long to wait for its host, whose kernel answers even if it is busy.
-        until: until when to wait for the rank itself, if that is longer, in seconds of
-            ``time.monotonic``. With twenty threads on two cores, one took more than three seconds.
+        until: when to stop waiting for the rank itself, if that is later, in seconds of
+            ``time.monotonic``. With twenty threads on two cores, one rank took more than 3 s.
     """
     if not peer.port:
         return Contact(peer.rank, "it does not listen")

@@ -46,7 +46,7 @@ def open_store(
         place: the placement of this process.
         environ: a mapping like ``os.environ``.
         report: this rank's report.
-        deadline: until when to try, in seconds of ``time.monotonic``.
+        deadline: when to stop trying, in seconds of ``time.monotonic``.
 
     Returns:
         The store, and the report, completed with how this rank reaches the store. On rank 0 the
@@ -80,14 +80,14 @@ def reach(host: str, port: int, deadline: float) -> tuple[str, str]:
     Args:
         host: its name or address.
         port: its port.
-        deadline: until when to try, in seconds of ``time.monotonic``; there is at least one
+        deadline: when to stop trying, in seconds of ``time.monotonic``; there is at least one
             attempt.
 
     Returns:
         The addresses of this end of the connection and of the other end.
 
     Raises:
-        OSError: the port did not accept. The text says how the last attempt ended.
+        OSError: the port did not accept a connection. The text says how the last attempt ended.
     """
     while True:
         try:

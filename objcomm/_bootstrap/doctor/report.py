@@ -49,7 +49,7 @@ def draw(evidence: Evidence, path: Path) -> None:
         cells = [[known.get((rank, peer), math.nan) for peer in ranks] for rank in ranks]
         axes = figure.add_subplot(1, 2, at + 1, title=f"{title} (dark: slow)")
         axes.set(xlabel="to rank", ylabel="from rank", xticks=ticks, yticks=ticks)
-        # Wide enough that links which differ only a little look alike, and none looks slow.
+        # The scale is so wide that links that differ only a little look alike, and none looks slow.
         most = max(*known.values(), 4 * min(known.values()) * (at == 0))
         image = axes.imshow(cells, cmap=("viridis_r", "viridis")[at], vmin=0.0, vmax=most)
         figure.colorbar(image, ax=axes, shrink=0.8)
