@@ -60,7 +60,7 @@ class CallRecord:
         waits_since: when it began to wait for other ranks, monotonic.
         waits_until: when its timeout expires, monotonic.
         limit_seconds: the timeout.
-        has_own_limit: whether the caller set the timeout for this wait, so it is expected to end.
+        has_own_limit: whether the caller set a timeout for this wait, so that it will end anyway.
         report_at: when it will have waited long enough to be logged, monotonic.
         awaits: the rank that it currently waits for; -1 if none.
         first_asked: the number of its first question for other ranks' snapshots; 0 if none.
@@ -77,7 +77,7 @@ class CallRecord:
         is_on_devices: whether it waits for a transfer between devices, which needs all ranks.
         unmatched: for a waiting receive, returns sender and tag of messages that are available but
             do not match.
-        withdraw: ends this call alone by a verdict; None if it cannot be ended alone.
+        withdraw: ends only this call, by a verdict; None if it cannot be ended alone.
     """
 
     # Initial values as class attributes, so that only values that differ are stored per call.

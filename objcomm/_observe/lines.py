@@ -12,7 +12,7 @@ from objcomm._observe.log import log
 from objcomm._wire.header import Header
 from objcomm.errors import OTHER_LINES, DesyncError
 
-# Programs have few such pairs, but the lines come from other ranks, so memory must be bounded.
+# A program has few pairs of lines, but they come from other ranks, so memory must be bounded.
 _PAIRS_MAX = 1000
 
 _known: set[frozenset[str]] = set()

@@ -32,7 +32,7 @@ class Bar:
         self._is_over = False
 
     def expect(self, nbytes: int) -> None:
-        """Add bytes to the total to move."""
+        """Add to the total number of bytes to move."""
         self._began = self._began or time.monotonic()
         self._total += nbytes
         if self._bar is not None:

@@ -78,7 +78,7 @@ def folded(function: Callable[P, R], like: Callable[..., Any] | None = None) -> 
             fold(error)
             raise  # a bare raise does not add a frame
 
-    # Before update_wrapper, after which the wrapped function would be marked.
+    # Before update_wrapper, after which ``function`` would be marked in place of ``public``.
     keep_eager([function, public])
     return functools.update_wrapper(public, like or function)
 

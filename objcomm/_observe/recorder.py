@@ -54,9 +54,9 @@ class Recorder:
     """This rank's latest calls on one group, and their cost.
 
     Attributes:
-        name: torch's name of the group, the same on every rank; empty if torch.distributed is not
+        name: torch's name for the group, the same on every rank; empty if torch.distributed is not
             initialized.
-        description: torch's description of the group; for a part, of which group it is a part.
+        description: torch's description of the group; for a part, the group that it is part of.
         rank: this process's group rank.
         ranks: the global ranks, in group order.
         history: the latest calls on this rank.
@@ -167,14 +167,14 @@ def recorder_of(process_group: Any) -> Recorder:
 
 
 def counters_of(group: GroupLike, operation: str) -> Counters:
-    """Return the counters for calls with this ``group=``, even if it was destroyed.
+    """Return the counters for calls with this ``group=``, even if the group was destroyed.
 
     Args:
         group: as the user gave it.
         operation: the name of the user's call, for error messages.
 
     Raises:
-        UsageError: the environment promises other ranks, but nothing is initialized; or ``group``
+        UsageError: a launcher has started other ranks, but nothing is initialized; or ``group``
             is a mesh of several dimensions, or not a group.
         NotInGroupError: this rank is not a member.
     """

@@ -31,7 +31,7 @@ class Running(NamedTuple):
         thread: ident of the thread.
         line: ``file:line``.
         function: the function that it executes; empty at module level.
-        seconds: for how long all consecutive samples have found it there.
+        seconds: for how long consecutive samples have found it there.
     """
 
     thread: int
@@ -96,12 +96,12 @@ class StackSampler:
 
 
 def frames_by_thread() -> dict[int, FrameType]:
-    """Return the innermost frame of each other thread, with garbage collection disabled meanwhile.
+    """Return the innermost frame of each other thread, with garbage collection disabled.
 
     The calling thread's frame is left out: if the caller kept the result in a variable, there would
     be a cycle, and local variables of all threads would stay alive until the next collection.
 
-    Before 3.11.9, Python holds a lock here for which an ending thread waits while it holds the
+    Before 3.11.9, Python holds a lock here that an ending thread waits for while it holds the
     GIL. If a garbage collection releases the GIL, as a tensor's destructor does, the whole process
     deadlocks (python/cpython#106883; seen in a soak test over Gloo).
     """

@@ -56,7 +56,7 @@ def stats_to_prometheus(labels: Mapping[str, str] | None = None) -> str:
         The text of five counters, ``objcomm_calls_total``, ``objcomm_exchanges_total``,
         ``objcomm_sent_bytes_total``, ``objcomm_received_bytes_total`` and
         ``objcomm_seconds_total``. ``rank`` is the global rank of this process. ``group`` is torch's
-        name of the group; empty for calls without torch.distributed.
+        name for the group; empty for calls without torch.distributed.
 
     Raises:
         UsageError: the name of a label is not valid in Prometheus, or is one of the three above.
@@ -162,11 +162,11 @@ def stats(group: GroupLike = None) -> dict[str, OperationStats]:
         The counters by operation, for example ``stats()["broadcast"].sent_nbytes``. If connections
         were refused because they did not come from a rank of the group, their number is
         ``stats()["refused"].calls``. After ``destroy_process_group``, the last values remain
-        available: those of the world until a call is made without it, those of another group while
-        the program keeps a reference to that group.
+        available: those of the world until the next call without torch.distributed, those of
+        another group while the program keeps a reference to that group.
 
     Raises:
-        UsageError: the environment promises other ranks, but torch.distributed is not initialized.
+        UsageError: a launcher has started other ranks, but torch.distributed is not initialized.
         NotInGroupError: this rank is not a member of ``group``.
 
     Examples:

@@ -35,7 +35,7 @@ def aligned(rows: Sequence[Sequence[str]], *, is_right: bool = False) -> list[st
 
 
 def show(text: str) -> bool:
-    """Print a report, and return whether somebody may read it; a closed pipe is not an error."""
+    """Print a report; return whether anyone can still read it. A closed pipe is not an error."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -14,7 +14,7 @@ from objcomm.errors import UsageError
 # 256 calls of a group are 120 KB; a program may have hundreds of groups.
 _MOST_NBYTES = 256 * 1024 * 1024
 _MOST_RANKS = 1_000_000
-# Each call is compared with all ranks of its group; 256 calls in a group of 30,000 are fewer parts.
+# One part for each call and rank of its group: 256 calls in a group of 30,000 have 7,680,000.
 _MOST_PARTS = 10_000_000
 
 # Operations between two ranks.
@@ -104,8 +104,8 @@ class GroupDump:
     """One group on one rank.
 
     Attributes:
-        name: torch's name of the group.
-        description: torch's description; for some ranks of a group, of which group they are a part.
+        name: torch's name for the group.
+        description: torch's description; for a part of a group, the group that it is part of.
         ranks: the global ranks of its members.
         is_full: whether older calls may have been dropped.
         calls: the calls, oldest first.
@@ -130,7 +130,7 @@ class Dump:
     Attributes:
         source: the file.
         rank: the process's global rank.
-        world_size: number of ranks of the job.
+        world_size: number of ranks in the job.
         host: the host's name.
         pid: the process ID.
         at: when the dump was taken, in seconds since 1970 by the host's clock.

@@ -128,7 +128,7 @@ def _missing(row: CallRow, rows: Sequence[CallRow], folder: str) -> str:
 
 
 def _last_text(rank: int, row: CallRow, rows: Sequence[CallRow], folder: str) -> str:
-    """Describe a rank's last call, and how long before or after ``row`` began it was."""
+    """Describe a rank's last call, and how long before or after the start of ``row`` it was."""
     last = _last_of(rank, row, rows)
     if last is None:
         return ""
@@ -220,13 +220,13 @@ _PARTED = ">"
 
 
 def heading(dumps: Sequence[Dump], clocks: dict[str, Clock]) -> list[str]:
-    """Return lines on which dumps there are, why they were written, and how well clocks agree."""
+    """Return lines that say which dumps exist, why they were written, and how well clocks agree."""
     size = max(dump.world_size for dump in dumps)
     known = {dump.rank for dump in dumps}
     lines = [f"dumps of {ranks_text(known)}, of {size} in all"]
     if lacking := set(range(size)) - known:
         lines.append(f"no dump of {ranks_text(lacking)}")
-    # Without the ranks' positions, which follow in such texts; the table shows them.
+    # Without the ranks' positions after the semicolon, which the table shows.
     reasons = grouped((dump.error.partition("; ")[0], dump.rank) for dump in dumps if dump.error)
     lines += [f"{ranks_text(ranks)} wrote on {error}" for error, ranks in reasons.items()]
     reference = dumps[0].host

@@ -219,7 +219,7 @@ def _absence_of_message(
 
 
 def first_parting(rows: Sequence[CallRow]) -> CallRow | None:
-    """Return where the ranks first diverge; if they do not, the first call that failed."""
+    """Return the call in which ranks first diverge; if they do not, the first one that failed."""
     parted = [row for row in rows if row.parting is not None]
     left = [row for row in parted if row.parting is not Parting.STUCK]
     return next(iter(left or parted), None)
@@ -279,7 +279,7 @@ def _between(least: float, most: float, count: int) -> Clock:
 
 
 def _bounds(row: CallRow, host_of: dict[int, str]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return by host when its last sender entered a call, and when its first receiver left it."""
+    """Return, by host, when its last sender entered a call, and when its first receiver left."""
     sent: dict[str, float] = {}
     taken: dict[str, float] = {}
     if row.key.pair and (len(row.calls) == 1 or row.key.sequence < 0):

@@ -23,8 +23,8 @@ def trace(
     """Return the content of the trace file as JSON types.
 
     Args:
-        rows: all matched calls, with times of one clock.
-        dumps: the dumps of all ranks, with times of the same clock.
+        rows: all matched calls, with times on one clock.
+        dumps: the dumps of all ranks, with times on the same clock.
         clocks: the corrections that were applied, by host.
     """
     began = min((row.began for row in rows), default=0.0)
