@@ -1,9 +1,9 @@
 """The names and signatures of ``axolotl.utils.distributed``.
 
-Code that calls them changes only its import: ``from objcomm.compat import axolotl as distributed``.
-Each function does what the objcomm function named in its docstring does, and raises the same
-errors. In functions that communicate, these errors can also be caught as axolotl's: as RuntimeError
-or, if this rank's own code raised, as that exception's class.
+Only the import changes: ``from objcomm.compat import axolotl as distributed``. Each function does
+the same as the objcomm function named in its docstring, and raises the same errors. In functions
+that communicate, these errors can also be caught as axolotl's: as RuntimeError or, if this rank's
+own code raised, as that exception's class.
 
 As in axolotl, functions that communicate join a launcher's ranks first. Unlike in axolotl,
 functions that only query never do. ``world_size=`` and ``rank=`` are accepted where axolotl or its
@@ -188,7 +188,7 @@ def cleanup_distributed() -> None:
 
 
 def zero_first(is_main: bool) -> contextlib.AbstractContextManager[None]:  # noqa: FBT001  # axolotl's
-    """Run a block on rank 0 or on each host's first rank first, as in ``objcomm.main_first``.
+    """Run a block first on rank 0, or on each host's first rank, as in ``objcomm.main_first``.
 
     Args:
         is_main: true only on rank 0, or only on the first rank of each host.

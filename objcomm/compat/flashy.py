@@ -1,9 +1,9 @@
 """The names and signatures of ``flashy.distrib``, and the additional ones of encodec and demucs.
 
-Code that calls them changes only its import: ``from objcomm.compat import flashy as distrib``.
-Ranks are global, and every function works without ``init_process_group``, in a world of one. Each
-function does what the objcomm function of its name, or the one named in its docstring, does, and
-raises the same errors. Functions that ``objcomm`` has too also accept its other arguments.
+Only the import changes: ``from objcomm.compat import flashy as distrib``. Ranks are global, and
+every function works without ``init_process_group``, in a world of one. Each function does the same
+as the objcomm function of its name, or the one named in its docstring, and raises the same errors.
+Functions that ``objcomm`` has too also accept its other arguments.
 """
 
 import functools

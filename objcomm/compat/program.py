@@ -1,4 +1,4 @@
-"""Replace torch's object collectives in a whole program, and report that and its cost.
+"""Replace torch's object collectives in a whole program, and report what was replaced and its cost.
 
 ``startup.sitecustomize`` starts this in each process of the program that has imported torch.
 Reports go to standard error.
@@ -193,13 +193,13 @@ class Report:
         """Exchange the figures for the last time, and print the report.
 
         Args:
-            is_asked: whether to report it if there were no calls.
+            is_asked: whether to print a report even if there were no calls.
         """
         self.exchange()
         _print_lines(*self._lines_of_report(is_asked=is_asked))
 
     def _lines_of_report(self, *, is_asked: bool) -> list[str]:
-        """Return the lines to print; none on other ranks than 0, and none in a forked process."""
+        """Return the lines to print; none on ranks other than 0, and none in a forked process."""
         own = self._figures()
         place = max(self._rank if self._rank >= 0 else rank(), 0)
         if os.getpid() != self._pid or place != 0:

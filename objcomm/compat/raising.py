@@ -39,7 +39,7 @@ def raising(conversion: Conversion) -> Callable[[Callable[P, T]], Callable[P, T]
 
 
 class RaisingBlock(AbstractContextManager[T_co]):
-    """``as_it_raised`` for entry and exit of a block; errors raised in its body are not changed."""
+    """Applies ``as_it_raised`` to errors of a block's entry and exit, but not of its body."""
 
     def __init__(self, block: AbstractContextManager[T_co]) -> None:
         self._begin = raising(as_it_raised)(block.__enter__)
@@ -60,8 +60,8 @@ class RaisingBlock(AbstractContextManager[T_co]):
 def as_it_raised(error: ObjcommError) -> ObjcommError:
     """Convert an error for a library that is a thin layer over torch's collectives.
 
-    An exception of this rank's own code passed through the library, so the converted error is also
-    of that exception's builtin class. Every other error was a RuntimeError, from torch or a check.
+    Such a library lets an exception of this rank's own code through, so the converted error is also
+    of that exception's builtin class. Its other errors are RuntimeErrors, from torch or a check.
     """
     if isinstance(error, CaughtAs):
         return error  # already converted
@@ -77,7 +77,7 @@ def raised_in(cause: BaseException | None) -> BaseException | None:
 def builtin_base(error: BaseException | None) -> type[Exception] | None:
     """Return the builtin class by which a program may catch an error.
 
-    None if there is no narrower one than Exception, or if it is an exception group.
+    None if there is none narrower than Exception, or if it is an exception group.
     """
     known = [each for each in type(error).__mro__ if vars(builtins).get(name_of(each)) is each]
     if known[0] is Exception or not issubclass(known[0], Exception):

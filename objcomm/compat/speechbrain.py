@@ -1,6 +1,6 @@
 """The functions of ``speechbrain.utils.distributed``, of today and of 2022, under their names.
 
-A program changes only its import::
+Only the import changes::
 
     from objcomm.compat.speechbrain import if_main_process, run_on_main
 
@@ -195,7 +195,7 @@ def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
         run_post_on_all: whether the first ranks run ``post_func`` too.
 
     Returns:
-        The result of the function that this rank ran last, None if it ran none. Results are not
+        The result of the function that this rank ran last; None if it ran none. Results are not
         sent to other ranks.
 
     Raises:
@@ -226,7 +226,7 @@ def run_once_per_node(  # noqa: PLR0917  # SpeechBrain's positions
 def once_per_node(function: Callable[P, R]) -> Callable[P, R | None]:
     """Decorate a function to run on the first rank of each host only.
 
-    Every rank must call the function. The first ranks get its result, all others None.
+    Every rank must call the function. The first ranks get its result; all others get None.
     ``objcomm.once_per_node`` shares the result with the ranks of the host.
 
     Args:

@@ -1,6 +1,6 @@
 """The object collectives of ``torch.distributed``, with its names, signatures and lists.
 
-Code that calls them changes only its import: ``from objcomm.compat import torch as dist_objects``.
+Only the import changes: ``from objcomm.compat import torch as dist_objects``.
 
 As in torch, ranks are global unless the argument begins with ``group_``, and the default root is
 global rank 0. A rank outside of ``group`` gets torch's warning, and nothing else happens there.
@@ -8,10 +8,10 @@ Without ``init_process_group``, the functions work in a world of one. Received o
 independent copies; tensors on a device arrive on the receiver's current device. ``device`` and
 ``use_batch``, which say where and how torch stages bytes, are accepted and have no effect. Objects
 are always encoded with the pickle codec, whatever ``objcomm.configure`` sets. With
-``weights_only=True``, which torch has since version 2.15, a rank admits builtin types, tensors,
-arrays, and everything passed to its ``torch.serialization.add_safe_globals``; a message that names
-anything else raises ``ForbiddenTypeError``. An error for a wrong argument, or for an object that
-can't be pickled, can also be caught as the class that torch raises, such as ``IndexError``.
+``weights_only=True``, new in torch 2.15, a rank admits builtin types, tensors, arrays, and
+everything passed to its ``torch.serialization.add_safe_globals``; a message that names anything
+else raises ``ForbiddenTypeError``. An error for a wrong argument, or for an object that can't be
+pickled, can also be caught as the class that torch raises, such as ``IndexError``.
 
 As in torch, any thread may call these functions. The calls of the main thread form one sequence,
 and those of all other threads a second one, in which the threads take turns. So a call must come
@@ -66,7 +66,7 @@ P = ParamSpec("P")
 
 _CODEC = "pickle"
 
-# A separate tag, so that lists do not match messages that the program sends by ``objcomm.send``.
+# A separate tag, so that lists do not match messages that the program sends with ``objcomm.send``.
 _TAG = (1 << 32) - 1
 
 #: The classes that torch raises for wrong arguments, by the type names in other ranks' failures.
@@ -166,7 +166,7 @@ def broadcast_object_list(  # noqa: PLR0917  # torch's signature
     root = src, group_src
     joined: Any = resolve(group, name)
     with joined.in_turns(), _call(Operation.BROADCAST, name, joined, root, weights_only) as call:
-        # A plain list, whatever sequence it is.
+        # A plain list, whatever sequence was given.
         objects = broadcast_in(call, object_list, lambda given: list(_entries(name, given)))()
         if not call.is_root:
             _replace_all(name, call.root, object_list, objects)
@@ -475,7 +475,7 @@ def _check_root(name: str, joined: Group, root: int | None, group_root: int | No
         joined.root(name, root, group_root)
     except UsageError as error:
         if root is not None and group_root is not None:
-            raise  # a ValueError, there as here
+            raise  # a ValueError in torch, too
         number = whole_number(root if group_root is None else group_root)
         raise caught_as(error, TypeError if number is None else RuntimeError) from None
 
@@ -578,7 +578,7 @@ def _check_room(call: Call, given: Any) -> None:
     """Check that a list to fill has an entry for every rank.
 
     Raises:
-        UsageError: it is not a list, or too short.
+        UsageError: it is not a list, or is too short.
     """
     if not isinstance(given, MutableSequence):
         error = UsageError(f"{call.operation}: give a list to fill, not a {type(given).__name__}")
@@ -592,7 +592,7 @@ def _check_room(call: Call, given: Any) -> None:
 
 
 def _check_gather_list(call: Call, given: Any) -> None:
-    """Do the same for the list that only the destination may pass.
+    """Check the list to gather into, which only the destination may pass.
 
     Raises:
         UsageError: as in ``_check_room``; or another rank has passed a list.
@@ -618,7 +618,7 @@ def _one_each(call: Call, given: Sequence[Any] | None) -> list[Any]:
         return one_each(call, given)
     except UsageError as error:
         if not given:
-            raise  # a ValueError, there as here
+            raise  # a ValueError in torch, too
         raise caught_as(error, RuntimeError) from None
 
 
@@ -626,14 +626,14 @@ def _check_output(name: str, given: Any) -> None:
     """Check the list that takes this rank's object.
 
     Raises:
-        UsageError: it is not a list, or empty.
+        UsageError: it is not a list, or is empty.
     """
     if not isinstance(given, MutableSequence) or not given:
         raise UsageError(f"{name}: scatter_object_output_list= must be a list with an entry")
 
 
 def _replace_all(name: str, origin: int, box: Any, objects: Any) -> None:
-    """Replace a list's entries by those of another rank.
+    """Replace a list's entries with those of another rank.
 
     Raises:
         UsageError: ``box`` is not a list of the same length.

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_job(program: Sequence[str]) -> int:
     """Run the job on one rank; return its exit status.
 
-    The job is imported here, so that only ranks spend the time for it.
+    The job is imported here, so that only the ranks spend time on it.
     """
     from objcomm.demo import job  # noqa: PLC0415  # see above
 

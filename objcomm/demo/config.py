@@ -23,7 +23,7 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The settings of one run; ``digits.toml`` explains each of them."""
+    """The settings of one run; ``digits.toml`` explains them."""
 
     seed: int
     test_share: float

@@ -1,9 +1,9 @@
-"""Python imports this at startup if ``objcomm.run`` has put this folder into its path.
+"""Python imports this at startup if ``objcomm.run`` has put this folder on its path.
 
 Replaces torch's object collectives as soon as this process has imported torch; a process that never
 imports torch imports nothing of objcomm. The path, and any other ``sitecustomize`` after this one,
-end up as they would be without this one. Every Python process that the program starts runs this,
-so it imports nothing else.
+end up as they would without it. Every Python process that the program starts runs this, so it
+imports nothing else.
 """
 
 import os
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-_FOLDER = os.path.dirname(__file__)  # noqa: PTH120  # so does pathlib
+_FOLDER = os.path.dirname(__file__)  # noqa: PTH120  # pathlib takes long to import, too
 _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_FOLDER)))  # noqa: PTH120  # likewise
 
 
@@ -49,7 +49,7 @@ class _Finder:
         return None
 
     def _on_torch(self) -> None:
-        import objcomm  # noqa: F401, PLC0415  # not before there is torch
+        import objcomm  # noqa: F401, PLC0415  # not before torch is imported
 
     def _on_objcomm(self) -> None:
         from objcomm.compat.program import begin  # noqa: PLC0415  # likewise
