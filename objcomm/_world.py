@@ -110,7 +110,7 @@ def process_group_of(group: GroupLike, operation: str = "") -> Any:
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError(
             f"{_prefix(operation)}group={group!r} must be a process group, a device mesh or None; "
-            "of a list of ranks objcomm.new_group makes a group"
+            "objcomm.new_group makes a group of a list of ranks"
         )
     return group
 
