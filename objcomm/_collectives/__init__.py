@@ -1,5 +1,5 @@
-"""The operations that all ranks of a group call. Each is a function and its two steps.
+"""The operations that all ranks of a group call. Most run in two steps: encode, then communicate.
 
-This package knows objects and the meaning of messages. ``algorithms`` decides which rank sends a
+This package knows objects and the meaning of messages. ``_algorithms`` decides which rank sends a
 message to which.
 """

@@ -45,8 +45,8 @@ def difference(left: object, right: object, path: str = "value") -> tuple[str, s
         path: what errors call the value.
 
     Returns:
-        The path of the members that differ, such as ``value['lr']``, and each of the two as text;
-        None if nothing differs.
+        The path of the first members that differ, such as ``value['lr']``, and both members as
+        text; None if nothing differs.
     """
     return _Comparison().compare(left, right, path)
 
@@ -78,7 +78,7 @@ class _Comparison:
         elif type(left).__module__ in _NUMPY and hasattr(left, "shape"):
             found = self._compare_arrays(left, right, path)
         elif isinstance(left, float | complex):
-            # The text of nan equals that of nan; adding 0 turns negative zero into zero.
+            # ``repr`` makes nan equal to nan; adding 0 turns negative zero into zero.
             found = _unless(repr(left + 0) == repr(right + 0), left, right, path)
         elif isinstance(left, Mapping):
             found = self._compare_mappings(left, right, path)
@@ -137,7 +137,7 @@ class _Comparison:
         has_equality = "__eq__" in _attributes_of(type(left))
         if has_equality and (left == right) is True:
             return None
-            # Pickle saves all that an object holds. Comparing that also treats nan as equal to nan.
+        # Pickle saves everything that an object holds, and comparing that makes nan equal to nan.
         try:
             mine, theirs = _reduced(left), _reduced(right)
         except TypeError:  # pickle cannot save it, and it is not the same object
@@ -171,7 +171,7 @@ def _listed(part: Any) -> Any:
 
 
 def _unless(
-    is_same: bool,  # noqa: FBT001  # a condition, as in a sentence
+    is_same: bool,  # noqa: FBT001  # calls read as a sentence
     left: object,
     right: object,
     path: str,
@@ -225,7 +225,7 @@ def text(value: object) -> str:
 
 T = TypeVar("T")
 
-_SEED_BITS = 32  # the maximum of numpy.random.seed
+_SEED_BITS = 32  # the most that numpy.random.seed accepts
 
 
 def _is_flag(plain: object) -> bool:
@@ -400,7 +400,7 @@ def shared_seed(*, name: str = "", group: GroupLike = None, timeout: Timeout = N
 
     Every rank of ``group`` must call this. The group's first rank gets the seed from the operating
     system, so the call neither reads nor changes the program's random generators, and seeding them
-    does not make it repeat.
+    does not make the result reproducible.
 
     Args:
         name: name of this call; see ``objcomm.broadcast``.

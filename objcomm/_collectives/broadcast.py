@@ -81,7 +81,7 @@ def broadcast(
             the program; calls without a name are identified by their line, see ``check`` in
             ``objcomm.configure``.
         group: process group or one-dimensional device mesh; None means the world.
-        timeout: seconds or timedelta, shorter or longer than the group's timeout, which None uses.
+        timeout: seconds or timedelta, shorter or longer than the group's timeout; None uses that.
         codec: name of the codec that encodes the object on the source: ``"pickle"``,
             ``"msgpack"`` or a registered name. Receivers read it from the message.
         device: device on which to place received tensors. With None, each goes to the current
@@ -97,8 +97,8 @@ def broadcast(
             tensors or arrays in ``obj`` before ``wait`` returns.
 
     Returns:
-        The source's object, which is the same object on the source, and an independent and
-        writable copy on every other rank.
+        The source's object: the same object on the source, and an independent, writable copy on
+        every other rank.
 
     Raises:
         UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.

@@ -16,7 +16,7 @@ from objcomm.errors import CollectiveError
 
 
 class fail_together:  # noqa: N801  # used as a function, like contextlib's
-    """A block that either all ranks leave normally, or all ranks leave with an error.
+    """A block that all ranks leave normally, or all leave with an error.
 
     Every rank of ``group`` must enter the block, in the same order as its other calls. If an
     exception escapes from the block on one rank, all ranks raise, including those waiting in
@@ -123,11 +123,10 @@ class _Block:
         return None if mesh is None else mesh.enter(self._key)
 
     def _leave(self) -> None:
-        """Leave the block."""
         mesh = self._group.mesh
         if mesh is not None:
             mesh.end_block(self._key)
-        # No token: generators leave blocks in any order, and in other contexts.
+        # Without a token: generators may leave blocks in any order, and in another context.
         open_blocks.set(tuple(each for each in open_blocks.get() if each != self._key))
 
     def _post_failure(self, verdict: Verdict) -> Verdict:

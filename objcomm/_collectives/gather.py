@@ -89,14 +89,14 @@ def gather(
             or decoded.
         accept: codecs this rank accepts in this call; see ``objcomm.configure``.
         allow: what a received pickle may name in this call; see ``objcomm.configure``.
-        progress: show a progress bar on the group's first rank, of the bytes that it receives or,
+        progress: on the group's first rank, show a progress bar of the bytes that it receives or,
             if another rank is the destination, sends; see ``objcomm.broadcast``.
         async_op: return a ``Work`` immediately; its ``wait`` returns the result. Do not modify
             tensors or arrays in ``obj`` before ``wait`` returns.
 
     Returns:
-        On the destination, a list with one object per rank in the order of group ranks, where its
-        own is the same object it passed. ``None`` on other ranks.
+        On the destination, a list of one object per rank, in the order of group ranks; its own is
+        the same object it passed. ``None`` on other ranks.
 
     Raises:
         UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
@@ -171,7 +171,7 @@ def all_gather(
         confirm: wait until every rank has decoded, and raise on every rank if any rank failed to.
         accept: codecs this rank accepts in this call; see ``objcomm.configure``.
         allow: what a received pickle may name in this call; see ``objcomm.configure``.
-        progress: show a progress bar on the group's first rank, of the bytes that it receives and
+        progress: on the group's first rank, show a progress bar of the bytes that it receives and
             of its own bytes that reach all others; see ``objcomm.broadcast``.
         async_op: return a ``Work`` immediately; its ``wait`` returns the result. Do not modify
             tensors or arrays in ``obj`` before ``wait`` returns.
@@ -222,8 +222,8 @@ def gather_in(
     Args:
         call: the call.
         given: this rank's contribution, or the argument of ``make``.
-        make: called once; returns the contribution. An error is sent as this rank's failure. It
-            must run user functions through ``call.aside``.
+        make: called once; returns the contribution. It must run user functions through
+            ``call.aside``. An error is sent as this rank's failure.
     """
     own: Any = given
 
@@ -247,7 +247,7 @@ def gather_in(
 
 
 def kept(place: list[T], value: T) -> T:
-    """Append a callback's result to ``place``, so its own rank gets the object without a copy."""
+    """Append a callback's result to ``place``, so that this rank uses it without a copy."""
     place.append(value)
     return value
 
@@ -269,10 +269,10 @@ def decide_in(
         decide: called once, on the group's first rank, with all contributions in rank order, and
             only if every rank has one. Any error it raises is raised on all ranks; a
             ``DisagreementError`` is attributed to the ranks that it blames.
-        in_turn: whether ``produce`` is called only when the lane's earlier calls have ended; it
-            must not communicate then.
-        is_part: whether an object is a possible result of another rank's ``produce``.
-        is_answer: whether an object is a possible result of ``decide`` on the first rank.
+        in_turn: whether to call ``produce`` only when the lane's earlier calls have ended; it must
+            then not communicate.
+        is_part: returns whether an object may come from another rank's ``produce``.
+        is_answer: returns whether an object may come from ``decide`` on the first rank.
     """
     if call.is_alone:
         return partial(call.alone, lambda: decide([produce()]))

@@ -74,7 +74,7 @@ def scatter(
         confirm: wait until every rank has decoded, and raise on every rank if any rank failed to.
         accept: codecs this rank accepts in this call; see ``objcomm.configure``.
         allow: what a received pickle may name in this call; see ``objcomm.configure``.
-        progress: show a progress bar on the group's first rank, of the bytes that it sends or, if
+        progress: on the group's first rank, show a progress bar of the bytes that it sends or, if
             another rank is the source, receives; see ``objcomm.broadcast``.
         async_op: return a ``Work`` immediately; its ``wait`` returns the result. Do not modify
             tensors or arrays in ``objs`` before ``wait`` returns.
@@ -267,9 +267,9 @@ def reduce_scatter(
 ) -> T | float | Work[Any]:
     """Combine, for each rank, the operands that all ranks pass for it, in rank order.
 
-    Every rank of ``group`` must call this, with the same operator. Each rank combines its own
-    operands, so the work is spread over all ranks. The ranks then report to each other whether
-    they succeeded, which costs a second round of small messages.
+    Every rank of ``group`` must call this, with the same operator. Each rank combines the operands
+    passed for it, so the work is spread over all ranks. The ranks then report to each other
+    whether they succeeded, which costs a second round of small messages.
 
     Args:
         objs: one operand per rank, in the order of group ranks, as in ``scatter``. None of them is
@@ -296,7 +296,7 @@ def reduce_scatter(
         NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: a rank passed the wrong number of objects, an operand could not be encoded
             or decoded, or ``op`` raised on some rank. Raised on every rank.
-        DesyncError: another rank is in another operation, or passed another name or another named
+        DesyncError: another rank is in a different operation, or passed a different name or named
             operator.
         TransportTimeout: the timeout expired. Raised on every rank that was still waiting.
         TransportError: a rank died. Raised on every rank that was waiting for it.
@@ -385,7 +385,7 @@ def _members(call: Call, objs: Iterable[T] | None) -> list[T] | None:
 
 
 def _checked(call: Call, objs: object, members: list[T] | None) -> list[T]:
-    """Return ``members`` if there are as many as ranks.
+    """Return ``members`` if there is one for each rank.
 
     Raises:
         UsageError: the number differs.

@@ -1,4 +1,4 @@
-"""Process groups made from the ranks of another: by color, as a copy, by host, from a list.
+"""Process groups made from another group's ranks: by color, as a copy, by host, from a list.
 
 Ranks agree over the wire on who is in a new group, and on whether all members already have that
 group. If one rank remembered a group that another had forgotten, one would wait for the other.
@@ -109,7 +109,7 @@ def split(
         color: an int or a string, of the same type on all ranks. None or a negative int leaves
             this rank out of all new groups.
         key: an int that orders the ranks; ranks with equal keys keep their order in ``group``.
-            None is 0.
+            None means 0.
         name: name of this call; see ``objcomm.broadcast``.
         group: the group to split: process group or one-dimensional device mesh; None means the
             world.
@@ -117,7 +117,7 @@ def split(
 
     Returns:
         A ``torch.distributed.ProcessGroup``, which torch's functions also accept. A rank without a
-        color gets ``dist.GroupMember.NON_GROUP_MEMBER``; every call of objcomm rejects it with
+        color gets ``dist.GroupMember.NON_GROUP_MEMBER``; every objcomm call rejects it with
         NotInGroupError. Without torch.distributed, None, which means a world of one.
 
     Raises:
@@ -237,8 +237,8 @@ def new_group(
 
     Returns:
         A ``torch.distributed.ProcessGroup``, which torch's functions also accept. A rank that is
-        not in ``ranks`` gets ``dist.GroupMember.NON_GROUP_MEMBER``; every call of objcomm rejects
-        it with NotInGroupError. Without torch.distributed, None, which means a world of one.
+        not in ``ranks`` gets ``dist.GroupMember.NON_GROUP_MEMBER``; every objcomm call rejects it
+        with NotInGroupError. Without torch.distributed, None, which means a world of one.
 
     Raises:
         UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
@@ -265,7 +265,7 @@ def new_group(
     check_name(name, operation.name.lower())
     members = _members(ranks, whole)
     if whole.rank not in members:
-        return cast("dist.ProcessGroup", NOBODY)  # torch has no type for a rank outside
+        return cast("dist.ProcessGroup", NOBODY)  # torch has no type for non-members
     if not is_initialized():
         return cast("dist.ProcessGroup", None)  # as ``group=``, None means this rank alone
     part: Any = whole.part(members)
@@ -336,9 +336,9 @@ def leaders(
     Returns:
         On the first rank of each host, a ``torch.distributed.ProcessGroup`` of these ranks in the
         order of ``group``; the same object each time, as with ``split``. Other ranks get
-        ``dist.GroupMember.NON_GROUP_MEMBER``, for which ``objcomm.rank`` returns -1; every call of
-        objcomm rejects it with NotInGroupError. Without torch.distributed, None, which means a
-        world of one.
+        ``dist.GroupMember.NON_GROUP_MEMBER``, for which ``objcomm.rank`` returns -1; every objcomm
+        call rejects it with NotInGroupError. Without torch.distributed, None, which means a world
+        of one.
 
     Raises:
         UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
@@ -454,7 +454,7 @@ def _divided(
         resolve(group).hosts = tuple(str(each.color) for each in contributions)
     parts = {members: _name(members, contributions) for members in parts_of(contributions)}
     mine = next((members for members in parts if call.rank in members), None)
-    # torch has no type for a rank outside, or for a missing torch.distributed.
+    # torch has no type for a non-member, or for a missing torch.distributed.
     nothing = cast("dist.ProcessGroup", NOBODY if mine is None else None)
     if parent is None:
         return nothing
@@ -472,7 +472,7 @@ def _divided(
 
 
 def _exchanged(call: Call, own: _Contribution) -> list[_Contribution]:
-    """Exchange what each rank sends in the first call."""
+    """Send this rank's contribution to all ranks, and return those of all ranks."""
     if call.is_alone:
         return [own]
     mine = call.message(own, tuple)
@@ -485,7 +485,7 @@ def _exchanged(call: Call, own: _Contribution) -> list[_Contribution]:
 
 
 def contribution_of(plain: Any) -> _Contribution:
-    """Check what a rank sent.
+    """Validate what a rank sent, and return it.
 
     Raises:
         DecodeError: it is malformed.
@@ -513,7 +513,7 @@ def _name(members: Members, contributions: Sequence[_Contribution]) -> str:
 
 
 def fresh_name(members: Members, fresh: str) -> str:
-    """Return a name for a new group of ``members``; ``fresh`` is unique, and the same on all."""
+    """Return a name for a new group; ``fresh`` is unique, and the same on all ``members``."""
     number = fingerprint(",".join(map(str, members)))
     return _NAME.format(members=number, fresh=fresh)
 
@@ -538,8 +538,8 @@ def connected(  # noqa: C901  # one linear sequence of steps
         plan: the ranks within ``group`` of this rank's new group, and its name.
         group: the ranks that call this.
         deadline: how long all of this may take.
-        decide: called once this rank has its new group, with whether all other ranks are known to
-            have theirs. Returns whether the ranks keep them; by default, each decides alone.
+        decide: called once this rank has its new group; its argument says whether all other ranks
+            are known to have theirs. Returns whether all keep them; by default, each decides alone.
     """
     made: list[dist.ProcessGroup] = []
 
@@ -553,9 +553,9 @@ def connected(  # noqa: C901  # one linear sequence of steps
 
     failed: list[BaseException] = []
     begin = functools.partial(plain_call, operation, name=name, group=group)
-    # One rank may have received everything before another has, and connecting blocks in C++. So it
-    # starts only once all ranks are known to arrive and to have enough file descriptors. It happens
-    # within this call, so that other ranks can be told where this rank is.
+    # One rank may have received everything before another has, and connecting blocks in C++. So they
+    # connect only once all are known to arrive and to have enough file descriptors, and within this
+    # call, so that other ranks can be told where this rank is.
     with begin(timeout=deadline.seconds_left, must_agree="meet") as call:
         all_gather_in(call, None, check=check_room)()
         try:
@@ -596,7 +596,7 @@ def _made(
     log.debug("%s makes group %r of ranks %s", operation.name.lower(), name, ranks)
     world = process_group_of(None)
     clients = board_thread_of(world).clients_of_groups
-    # A rank that fails before the others give up can still report its failure.
+    # Half, so that a rank that fails can report it before the others give up.
     limit = deadline.seconds_left / 2
     place = DevicePlace()
 
@@ -612,7 +612,7 @@ def _made(
                 purpose=operation.name.lower(),
                 store=store,
             )
-        if dist.get_backend(made) == dist.Backend.GLOO:  # others may connect later, using it
+        if dist.get_backend(made) == dist.Backend.GLOO:  # others may use it to connect later
             clients.give_back(store)
         return made
 

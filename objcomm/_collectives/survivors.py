@@ -1,15 +1,15 @@
-"""The ranks of a group that are alive, as a new process group: agreed on through the store.
+"""``survivors``: a new process group of the ranks that are alive, agreed on through the store.
 
-Ranks learn of a death at different times, so their own lists of survivors may differ. Here one key
-of the store holds the only list, as a verdict on the old group whose ``ranks`` are excluded, and a
-rank changes it only by comparing and swapping:
+Ranks learn of a death at different times, and their own lists of survivors may differ. So there is
+only one list, under one key of the store: a verdict on the old group, whose ``ranks`` are excluded.
+A rank changes it only by compare-and-swap:
 
 1. The first rank to call excludes the ranks known to have ended, and those that can't be reached.
-   The ranks of the list meet and connect, without the others. If one of them dies meanwhile, the
+   The ranks on the list meet and connect, without the others. If one of them dies meanwhile, the
    verdict on their meeting names it, and a new round begins without it, under a new name.
-2. A rank that knows that all ranks of the list have created the process group marks the list as
+2. A rank that knows that all ranks on the list have created the process group marks the list as
    final. A rank whose call failed replaces the list instead, if it is not final yet. So either all
-   ranks of a list return its group, or none does.
+   ranks on a list return its group, or none does.
 """
 
 import functools
@@ -50,7 +50,7 @@ def survivors(group: GroupLike = None, timeout: Timeout = None) -> "dist.Process
     Every rank of ``group`` that is alive must call this, for example when a call has raised
     TransportError. The ranks agree on one list, so all of them get a group of the same ranks, even
     if each knows of different deaths. If another rank dies meanwhile, they start again without it;
-    while torch connects the new group, a death is noticed only after up to a minute. If no rank has
+    while torch connects the new group, a death may go unnoticed for up to a minute. If no rank has
     died, the new group has all ranks.
 
     The new group has the backend and timeout of ``group``, and its own connections. If a rank was
@@ -72,10 +72,10 @@ def survivors(group: GroupLike = None, timeout: Timeout = None) -> "dist.Process
         NotInGroupError: this rank is not a member of ``group``, or it is alive but the other ranks
             could not reach it and continue without it.
         TransportTimeout: a rank that is alive did not call this. Raised on every rank that waited
-            for it; ``missing`` has ranks of ``group``. They may call this again.
+            for it; ``missing`` lists ranks of ``group``. The ranks may call this again.
         TransportError: the process that hosts torch's store is gone. Raised on every rank.
         CollectiveError: some rank could not connect. Raised on every rank; no rank has the new
-            group then. Its ranks are numbered as in the new group.
+            group then. The error numbers ranks as in the new group.
 
     Examples:
         >>> import objcomm
@@ -167,7 +167,7 @@ class _Agreement:
     def _silent(self) -> list[int]:
         """Return global ranks on other hosts that the old group has lost and that do not answer.
 
-        The kernel knows about ranks on this host, and other ranks of theirs may report the rest.
+        The kernel knows about ranks on this host; a rank on another may be reported by a neighbor.
         """
         mesh, processes = self._whole.mesh, self._board_thread.processes
         question = 0
@@ -192,12 +192,12 @@ class _Agreement:
         return silent
 
     def decide(self, standing: Verdict, has_connected: bool) -> bool:  # noqa: FBT001  # a callback
-        """Return whether all ranks of the list keep the group that they have created.
+        """Return whether all ranks on the list keep the group that they have created.
 
         Args:
             standing: the list.
             has_connected: whether this rank knows that all have created it. It then makes the list
-                final; otherwise it replaces the list, so that no rank can do that any more.
+                final; otherwise it replaces the list, so that no rank can make it final any more.
 
         Raises:
             _ReplacedError: another rank has replaced the list.
@@ -243,7 +243,7 @@ class _Agreement:
         if verdict is None or held != standing:
             return None
         if not lost:
-            # After a desync a rank still waits for another in the old group, and raises now.
+            # After a desync, a rank that was still waiting in the old group raises now.
             return standing if verdict.cause is Cause.DESYNC and standing.ranks else None
         ranks = {part.ranks[each] for each in lost}
         gone = [rank for rank, each in enumerate(self._whole.ranks) if each in ranks]
@@ -315,7 +315,7 @@ def _excluding(ranks: Members, reason: str) -> Verdict:
 
 
 def _renumbered(error: TransportTimeout, members: Members, seconds: float) -> TransportTimeout:
-    """Return the timeout of a part with ranks of the whole group, and the limit of a whole call."""
+    """Return a part's timeout with the ranks of the whole group and the limit of the whole call."""
     numbered = TransportTimeout(
         error.operation,
         tuple(members[rank] for rank in error.missing),

@@ -3,14 +3,14 @@
 Operands are combined in rank order, so an operator need not be commutative. If operands are small,
 one rank receives and folds them all. Large operands, those of more than eight ranks, and those of
 a slow operator are combined by all ranks, which spreads the bytes and the work. One rank chooses
-between the two from the first messages and announces the choice, so all ranks do the same.
+between the two by the first messages and announces its choice, so all ranks do the same.
 
 A reduction by all ranks follows a binomial tree (mpi4py's trees have the same operand order:
 ``src/mpi4py/MPI.src/msgpickle.pxi``, PyMPI_reduce_intra). A scan takes log2(ranks) steps; in step
 k, each rank combines its value with that of the rank 2**k before it (W. D. Hillis and G. L. Steele,
-"Data parallel algorithms", 1986). The left argument always comes from lower ranks. In a scan it was
-just decoded, so an operator may modify it; this rank's own value, which may still be on its way to
-another rank, is on the right.
+"Data parallel algorithms", 1986). The left argument always comes from lower ranks. In a scan, that
+argument was just decoded, so an operator may modify it; this rank's own value, which may still be
+on its way to another rank, is on the right.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from objcomm._wire.header import Status
 from objcomm._wire.message import Message
 
 # Operands of up to this size are sent to the rank that combines. A scan of 0.4 MB arrays on 8 ranks
-# took 23 ms this way and 43 ms with all ranks combining; of 4 MB on 4 ranks, 39 and 34 (2 cores).
+# took 23 ms this way, and 43 ms by all ranks; of 4 MB arrays on 4 ranks, 39 and 34 ms (2 cores).
 _SMALL_NBYTES = 1 << 20
 
 
@@ -190,7 +190,7 @@ class Scanning:
         if not count:
             return operator.identity
         if answer is None:
-            # On the first rank no callable is called, and it gets its own object back.
+            # The first rank calls no callable, and gets its own object back.
             return operator.present(operator.finish(own.obj if call.rank else own.prepared, count))
         return operator.present(self._result if call.rank == routes.HUB else call.decode(answer))
 

@@ -1,4 +1,4 @@
-"""Named reductions, leaf by leaf: of a number, a tensor, or containers of them.
+"""Named reductions, leaf by leaf, of a number, a tensor, or containers of them.
 
 First, every rank sends its structure and all small leaves to one rank. That rank compares the
 structures, folds the leaves it received, and answers all ranks with an error, or with the results
@@ -32,7 +32,7 @@ from objcomm.errors import UsageError, shown
 _OPERAND = ("structure", "leaves", "linked")
 _HOST = torch.device("cpu")
 
-# Tensors of up to this many bytes are sent with the structure; all ranks' fit into one window.
+# Up to this many bytes of tensors go with the structure; those of all ranks fit into one window.
 _INLINE_NBYTES = 16 << 10
 
 
@@ -60,9 +60,9 @@ class Destination(NamedTuple):
         rank: this rank.
         size: number of ranks.
         is_taker: whether this rank gets the results.
-        may_follow: whether leaves may follow.
+        may_follow: whether leaves may be combined after the answer.
         linked: the device types of this rank's device links, joined by commas; may be empty.
-        most_nbytes: limit for all leaves that this rank did not contribute.
+        most_nbytes: limit for the total size of the leaves that this rank did not contribute.
     """
 
     structure: Any
@@ -212,7 +212,7 @@ class TreeReduction:
 
         def answer(messages: list[Message]) -> tuple[Any, ...]:
             found = self._answer = self._merged(messages)
-            # Ranks that get no result do not need the folded ones.
+            # Ranks that get no result do not need the folded leaves.
             return tuple(found if root is None else found._replace(folded=()))
 
         message = answered(self._call, exchange, self._mine, answer, hub)
@@ -273,7 +273,7 @@ class TreeReduction:
             raise UsageError(f"{text}: {error}") from error
 
     def _follow(self, exchange: Exchange, answer: Answer) -> None:
-        """Combine the large leaves, all ranks together."""
+        """Combine the large leaves together with the other ranks."""
         leaves = list(structures.walk(answer.structure or self._place.structure, self._own))
         rooms = {}
         on_host: list[Part] = []

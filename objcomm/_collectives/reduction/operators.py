@@ -39,8 +39,8 @@ class Op(Generic[T]):
         commutative: whether ``fn(a, b)`` equals ``fn(b, a)``. If so, ``reduce`` combines directly
             toward its destination instead of sending the final result there, and the order of
             operands may depend on the destination.
-        identity: returned by ``exscan`` on the first rank, which has none before it. ``reduce`` and
-            ``all_reduce`` do not use it, because no group is empty.
+        identity: returned by ``exscan`` on the first rank, which has no ranks before it. ``reduce``
+            and ``all_reduce`` do not use it, because no group is empty.
         slow: whether ``fn`` costs more than a message. If so, ranks always combine in pairs along
             a tree, in log2(world size) steps, even if one rank could fold all small operands.
 
@@ -78,8 +78,8 @@ class Operator:
     """How objects are reduced.
 
     Attributes:
-        name: the name that ranks compare in headers. All callables have the same one, because a
-            function has no name that all processes agree on.
+        name: the name that ranks compare in headers. Callables with equal options share one,
+            because a function has no name that all processes agree on.
         combine: takes a value from lower ranks and a value from higher ranks; may modify the first.
         prepare: applied first to each rank's object, with that rank's number within the group.
         finish: takes the last combination and the number of operands.
@@ -199,12 +199,12 @@ def _check_dtype(operator: Operator, dtype: object, prefix: str) -> None:
 
 def _operator_of(op: object) -> Operator | None:
     if isinstance(op, Op):
-        # Whatever selects the algorithm must be equal, or ranks would wait for each other.
+        # What selects the algorithm must be equal on all ranks, or they would wait for each other.
         name = "callable" + " commutative" * op.commutative + " slow" * op.slow
         return Operator(
             name, op.fn, is_commutative=op.commutative, is_slow=op.slow, identity=op.identity
         )
-    if type(op).__name__ == "RedOpType":  # a torch.distributed.ReduceOp, accidentally callable
+    if type(op).__name__ == "RedOpType":  # torch's ReduceOp, which happens to be callable
         op = REDUCE_OPS.get(getattr(op, "name", ""))
     if callable(op):
         return Operator("callable", op)
@@ -219,12 +219,12 @@ def numpy() -> Any:
 
 
 def is_numpy(obj: object) -> bool:
-    """Return whether it is an array or a numpy scalar."""
+    """Return whether ``obj`` is an array or a numpy scalar."""
     return type(obj).__module__ == "numpy" and hasattr(obj, "dtype")
 
 
 def is_array(obj: object) -> bool:
-    """Return whether it is a tensor or an array; numpy scalars count as numbers."""
+    """Return whether ``obj`` is a tensor or an array; numpy scalars count as numbers."""
     return isinstance(obj, torch.Tensor) or (is_numpy(obj) and type(obj).__name__ == "ndarray")
 
 
@@ -349,7 +349,7 @@ def _truth(obj: Any, _: int = 0) -> Any:
 
 
 def _is_taken(is_better: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
-    """Return whether, or for which elements, the right one is better; ties keep the lower rank's.
+    """Return whether, or for which elements, ``right`` is better; ties keep the lower rank's.
 
     NaN propagates: it counts as both the least and the greatest.
     """

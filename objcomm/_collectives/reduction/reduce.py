@@ -1,6 +1,6 @@
-"""``reduce``, ``all_reduce``, ``scan`` and ``exscan``: combine objects of all or lower ranks.
+"""``reduce``, ``all_reduce``, ``scan`` and ``exscan``: combine the objects of all or lower ranks.
 
-``leafwise`` goes through containers leaf by leaf, for the named operators of reductions that do so.
+``leafwise`` combines containers leaf by leaf, for reductions with an operator such as ``sum``.
 ``folding`` combines whole objects, for all other operators and for scans.
 """
 
@@ -123,7 +123,7 @@ def reduce(
             remain integers of any size, but the mean of integers is a float. Tensors and arrays
             keep their dtype, shape and device, but the mean of integer ones is float64. ``min``
             and ``max`` propagate NaN. ``any`` and ``all`` combine the truth values of all leaves,
-            and return bools. For the others, strings, bytes, None, enum members, dtypes and
+            and return bools. With the other five, strings, bytes, None, enum members, dtypes and
             devices in containers must be equal on all ranks and are returned as they are. The
             remaining names take whole objects: ``argmin`` and ``argmax`` return a tuple
             ``(value, rank)``, with the lowest group rank if operands tie; ``concat`` joins lists,
@@ -157,10 +157,10 @@ def reduce(
         UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: an operand could not be encoded or decoded, or ``op`` raised. Raised on
-            the destination and on the rank that failed. For an operator that goes leaf by leaf,
-            also: two ranks' structures differ. Raised on every rank before any large tensor is
-            sent; it names the path and the two ranks.
-        DesyncError: another rank is in another operation, or passed another name or another named
+            the destination and on the rank that failed. Or, for an operator that goes leaf by
+            leaf, two ranks' structures differ. Raised on every rank before any large tensor is
+            sent; the error names the path and the two ranks.
+        DesyncError: another rank is in a different operation, or passed a different name or named
             operator.
         TransportTimeout: the timeout expired. Raised on every rank that was still waiting.
         TransportError: a rank died. Raised on every rank that was waiting for it.
@@ -259,10 +259,10 @@ def all_reduce(
         UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
         NotInGroupError: this rank is not a member of ``group``.
         CollectiveError: an operand could not be encoded or decoded, ``op`` raised, or two ranks'
-            structures differ, in which case it names the path and the two ranks. Raised on every
-            rank.
+            structures differ, in which case the error names the path and the two ranks. Raised on
+            every rank.
         DecodeError: the result could not be rebuilt. Raised on that rank only; later calls work.
-        DesyncError: another rank is in another operation, or passed another name or another named
+        DesyncError: another rank is in a different operation, or passed a different name or named
             operator.
         TransportTimeout: the timeout expired. Raised on every rank that was still waiting.
         TransportError: a rank died. Raised on every rank that was waiting for it.
@@ -344,7 +344,7 @@ def scan(
         CollectiveError: an operand could not be encoded or decoded, or ``op`` raised. Raised on
             every rank, including those before the rank that failed.
         DecodeError: the result could not be rebuilt. Raised on that rank only; later calls work.
-        DesyncError: another rank is in another operation, or passed another name or another named
+        DesyncError: another rank is in a different operation, or passed a different name or named
             operator.
         TransportTimeout: the timeout expired. Raised on every rank that was still waiting.
         TransportError: a rank died. Raised on every rank that was waiting for it.
@@ -431,7 +431,7 @@ def exscan(
         CollectiveError: an operand could not be encoded or decoded, or ``op`` raised. Raised on
             every rank, including those before the rank that failed.
         DecodeError: the result could not be rebuilt. Raised on that rank only; later calls work.
-        DesyncError: another rank is in another operation, or passed another name or another named
+        DesyncError: another rank is in a different operation, or passed a different name or named
             operator.
         TransportTimeout: the timeout expired. Raised on every rank that was still waiting.
         TransportError: a rank died. Raised on every rank that was waiting for it.

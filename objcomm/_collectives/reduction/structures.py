@@ -1,4 +1,4 @@
-"""The structure of an operand, its containers and leaves as plain data, and how two differ.
+"""An operand's structure: its containers and leaves, as plain data. Also, how two ranks' differ.
 
 A structure is nested tuples: ``(number of the leaf, description)``, or ``(kind, type, keys,
 members)``. It contains no class and no tensor, so structures can be compared without the objects
@@ -44,7 +44,7 @@ _DTYPE_NAMES = frozenset(map(tensors.dtype_name, operators.DTYPES))
 
 # Types of keys that an error shows in full; the text of other keys may have any length.
 _SHORT = (str, bytes, bool, float, complex, type(None), enum.Enum, datetime.date, pathlib.PurePath)
-# To compare a range, a numpy scalar turns it into an array, so ranges in keys must be short.
+# A range compared with a numpy scalar becomes an array, so ranges in keys must be short.
 _KEY_NUMBERS_MAX = 1 << 10
 
 # Containers that a rank lacking a part can create itself, without any user class.
@@ -222,7 +222,7 @@ def _differ(path: Path, one: int, other: int, reason: str) -> NoReturn:
 
 
 def _form_of(node: Any) -> Any:
-    """Return all that must be equal on every rank for one node, except its members' names."""
+    """Return what must be equal on every rank at a node, except its members' names."""
     if _is_leaf(node):
         return node[1]
     kind, type_name, keys, _ = node
@@ -245,8 +245,8 @@ def checked(node: Any, own: Any = None) -> list[Leaf]:
 
     Args:
         node: the structure.
-        own: the structure of this rank's operand, if ``node`` must contain all of it. In the
-            result, the leaves of this rank's operand then have a place under 1.
+        own: the structure of this rank's operand, if ``node`` must contain all of it. Then the
+            ``places`` of each returned leaf that this rank has include the key 1.
 
     Raises:
         DecodeError: no rank would build such a structure, or it lacks a part of this rank's.
