@@ -1,4 +1,4 @@
-"""numpy's dtypes as plain data, and parsed by a separate grammar.
+"""numpy's dtypes as plain data, parsed by a grammar of objcomm's own.
 
 numpy's parser never sees text that a sender chose. It accepts far more than numpy prints, and
 ``m8[D/0]`` ends the process with a division by zero (numpy 2.4).
@@ -30,7 +30,6 @@ _TEXT = re.compile(r"([<>|])([SUV])(0|[1-9]\d{0,9})")
 _LETTER_NBYTES = {"S": 1, "U": 4, "V": 1}
 _TIME = re.compile(r"([<>])([mM])8(?:\[([1-9]\d{0,9})?(Y|M|W|D|h|m|s|ms|us|ns|ps|fs|as)\])?")
 
-# How deep dtypes may be nested.
 _DEPTH_MAX = 32
 _FIELDS_MAX = 100_000
 
@@ -51,7 +50,7 @@ def array_dtype_name(dtype: "np.dtype[Any]") -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _name_of_usual(kind: type) -> Any:
-    """Return the name of an item type's own dtype, which takes 20 µs to find and to check."""
+    """Return the name of an item type's own dtype; finding and checking it takes 20 µs."""
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
     return _name(np.dtype(kind))
@@ -103,7 +102,7 @@ def _dtype(name: Any, depth: int, seen: Counter[str]) -> "np.dtype[Any]":
     for each in name:
         if type(each) not in (list, tuple) or len(each) not in (2, 3) or type(each[0]) is not str:
             raise DecodeError("array", "a dtype's field is not a name, a format and a shape")
-        seen["fields"] += 1  # also counts a list again each time it occurs
+        seen["fields"] += 1  # counts a list each time it occurs
         if seen["fields"] > _FIELDS_MAX:
             raise DecodeError("array", f"a dtype of more than {_FIELDS_MAX} fields")
         inner = _dtype(each[1], depth + 1, seen)

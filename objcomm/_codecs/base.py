@@ -59,7 +59,7 @@ class Codec(Protocol):
             obj: any object. It is not modified, and must not be modified before it has been sent.
             device_type: tensors on this type of device may stay there, as
                 ``BufferKind.DEVICE`` buffers; all others become CPU buffers. If a group has
-                transfers for several types, it names all of them, as in ``"cuda,xpu"``.
+                transfers for several types, this names all of them, as in ``"cuda,xpu"``.
 
         Raises:
             EncodeError: the codec rejects the object. Any other exception is converted to this.
@@ -180,7 +180,7 @@ def decode(
 
     Args:
         name: the codec's name.
-        meta: see ``Codec.decode``, as for ``buffers`` and ``device``.
+        meta: the codec's own bytes.
         buffers: the buffers' owners.
         device: the device to place tensors on.
         chosen: the options to apply; if None, those in force.
@@ -262,7 +262,7 @@ def copy(codec: Codec, obj: object) -> Any:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the text of a codec's error while encoding, with advice if there is any.
+    """Return the text of an error in encoding, with advice if there is any.
 
     Trying again with a larger stack is not possible: Python's limit applies to all threads.
     """
@@ -295,7 +295,7 @@ def refusal(codec: str, path: str, culprit: object, reason: str) -> EncodeError:
     return EncodeError(codec, name_of(type(culprit), "__qualname__"), path, reason)
 
 
-#: Types that yield items one by one. The views of a dict can only be pickled.
+#: Types that yield items one by one, and the views of a dict, which can only be pickled.
 _ITERATORS = (
     types.GeneratorType,
     *(type(iter(each)) for each in ([1], (1,), {1: 2}, {1}, range(1))),

@@ -112,7 +112,7 @@ def readable(flat: torch.Tensor) -> Any:
 
 
 def writable(flat: torch.Tensor) -> memoryview:
-    """Return a view of a flat tensor's memory without numpy; the tensor must outlive it."""
+    """Return a writable view of a flat tensor, which must outlive it; does not use numpy."""
     if not flat.numel():
         return memoryview(bytearray())
     memory: memoryview = _memory_at(flat.data_ptr(), flat.numel(), _WRITABLE)
@@ -153,7 +153,7 @@ def allocate(kind: int, nbytes: int, devices: Sequence[torch.device] = ()) -> Bu
             second for the next number, and so on.
 
     Raises:
-        WireError: the kind is unknown, or there is not enough memory, or no device to put it on.
+        WireError: the kind is unknown, or there is not enough memory or no device for it.
     """
     if kind == BufferKind.TENSOR:
         flat = empty(nbytes)
@@ -219,7 +219,7 @@ def from_bytes(
 
 
 def fill(to_device: Sequence[tuple[torch.Tensor, memoryview]]) -> None:
-    """Copy bytes to flat tensors on devices, with one copy to each device: each waits for it."""
+    """Copy bytes to flat tensors on devices, one copy per device: each copy waits for it."""
     for device in {flat.device for flat, _ in to_device}:
         here = [each for each in to_device if each[0].device == device]
         flats = [flat for flat, _ in here]
@@ -231,7 +231,7 @@ def fill(to_device: Sequence[tuple[torch.Tensor, memoryview]]) -> None:
 
 
 def on_host(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return flat tensors in CPU memory, with one copy from each device: each waits for it."""
+    """Return flat tensors in CPU memory, with one copy per device: each copy waits for it."""
     found = list(flats)
     for device in {flat.device for flat in flats if flat.device.type != "cpu"}:
         places = [at for at, flat in enumerate(flats) if flat.device == device]

@@ -67,7 +67,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
 
 
 def dumps(obj: object) -> bytes:
-    """Return an object as bytes for ``pickle.loads``; functions of ``__main__`` go by value."""
+    """Pickle an object for ``pickle.loads``; functions of ``__main__`` are pickled by value."""
     with io.BytesIO() as file:
         Pickler(file).dump(obj)
         return file.getvalue()
@@ -103,7 +103,7 @@ def _with_qualname(cls: type, reduced: Any) -> Any:
     A class keeps what is in its namespace when it is created, so the name is added there.
     """
     make, arguments, *state = reduced
-    if not state or issubclass(cls, enum.Enum):  # the interpreter's own are sent by name
+    if not state or issubclass(cls, enum.Enum):  # builtin classes go by name
         return reduced
     kind, name, bases, namespace, *rest = arguments
     return make, (kind, name, bases, {**namespace, "__qualname__": cls.__qualname__}, *rest), *state

@@ -1,6 +1,6 @@
 """Exceptions split into parts, and rebuilt without calling their ``__init__``.
 
-Python itself calls the class with ``args`` again. That fails if the class's ``__init__`` takes
+Python's own way is to call the class with ``args`` again. That fails if its ``__init__`` takes
 different arguments from those it passes to its base class, and it loses ``__cause__`` and
 ``__context__``. Here, the builtin base class creates the exception from its own arguments, and
 everything else is restored. As in Python itself, tracebacks, whose frames refer to other objects,
@@ -25,7 +25,7 @@ BUILTIN_ERRORS = {
 }
 _BUILTIN = frozenset(BUILTIN_ERRORS.values())
 
-# Restored separately from the fields below, or not at all.
+# Attributes that are not restored as fields, but separately or not at all.
 _NO_FIELDS = {"args", "message", "exceptions", "obj"}
 #: Their positions must fit together, and CPython 3.11 reads memory at any position it is given.
 FIXED = (UnicodeError, SyntaxError)
@@ -56,7 +56,7 @@ class Parts(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def _base(kind: Any) -> type[BaseException]:
-    """Return the builtin exception class from which it inherits its memory layout."""
+    """Return the builtin exception class from which ``kind`` inherits its memory layout."""
     return kind if kind in _BUILTIN else _base(kind.__base__)
 
 
@@ -87,7 +87,7 @@ def is_rebuilt_by_args(kind: Any) -> bool:
 
 
 def links_of(error: BaseException) -> Links | None:
-    """Return its cause and context; None if there are none."""
+    """Return an error's cause and context; None if there are none."""
     links = error.__cause__, error.__context__, error.__suppress_context__
     is_alone = links[0] is links[1] is None
     return None if is_alone and not links[2] else links

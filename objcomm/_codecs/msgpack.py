@@ -1,6 +1,6 @@
 """The ``msgpack`` codec: plain data with exact types; decoding runs no code that a sender chose.
 
-For types that msgpack does not have, a value is a list that begins with an extension naming the
+A value of a type that msgpack does not have is a list that begins with an extension naming the
 type, such as ``[Tag("tuple"), 1, 2]``. User data cannot contain such an extension. A user's class
 is sent under the name it was given in ``register``. Members are values: an object that occurs
 twice arrives as two objects, but the memory of tied tensors stays tied.
@@ -43,7 +43,7 @@ _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1  # the range of msgpack's own int
 # The shape and dtype of a tensor or an array are nested deeper in the stream than in the object.
 _DESCRIPTION_DEPTH = 8
 
-# Lists of only these types, and mappings with such keys, are passed to msgpack's C code unchanged.
+# Lists of only these types are passed to msgpack's C code unchanged.
 _NATIVE = frozenset({type(None), bool, int, float, str})
 # Nobody can choose the hashes of these, so a mapping with such keys costs only its length.
 _NATIVE_KEYS = frozenset({str, bytes})
@@ -227,8 +227,8 @@ class _Encoder:
     def _lower_link(self, error: BaseException | None) -> Any:
         """Lower an exception, or its number if it was lowered before.
 
-        An exception raised from another has it both as cause and as context, often as an argument,
-        too. The other one is then lowered only once.
+        An exception raised from another has that one as both cause and context, and often as an
+        argument. The other one is then lowered only once.
         """
         number, _ = self._made.get(id(error), (None, None))
         return self._lower(error) if number is None else number
@@ -283,7 +283,7 @@ class _Decoder:
         self._buffers = buffers
         self._budget = Budget(_NAME, meta, buffers)
         self._made: list[Any] = []  # in the encoder's order
-        self._heads = 0  # extensions read, whose lists are not complete yet
+        self._heads = 0  # extensions read whose lists are not complete yet
 
     def decode(self) -> Any:
         check_nesting(self._meta, decoding_settings().max_depth, _DESCRIPTION_DEPTH)

@@ -1,7 +1,7 @@
 """Limits on the cost of decoding: work in proportion to a message's bytes, and a maximum depth.
 
 An untrusted message of a few hundred bytes can cause hours of work, by using one large member again
-and again, or by keys that all have the same hash. So work that costs more than its own bytes is
+and again, or by keys that all have the same hash. So work out of proportion to its bytes is
 counted during decoding. Also, a list's 5-byte header can claim 4 billion members, for which a
 decoder allocates memory before it reads the first one, and nested claims multiply. So the tokens of
 a msgpack stream are checked first. This module knows tokens, but not what they mean.
@@ -18,7 +18,7 @@ import torch
 
 from objcomm.errors import DecodeError
 
-# One step is about 50 ns of work, such as looking at one element. Every message has the free steps,
+# One step is about 50 ns of work, such as looking at one element. Each message gets the free steps,
 # and more for each of its bytes; decoding a small dictionary takes 2 steps per byte.
 _FREE_STEPS = 1_000_000
 _STEPS_PER_BYTE = 32
@@ -157,8 +157,8 @@ _WEIGHTS: dict[type, Callable[[Any], int]] = {
 
 _NAME = "msgpack"
 
-# Lists and mappings with up to 15 members, and with 16-bit and 32-bit lengths. Only lists with long
-# lengths allocate memory.
+# The first bytes of lists and mappings with up to 15 members, and with 16-bit and 32-bit lengths. A
+# decoder allocates memory ahead only for lists with such lengths.
 _OPENERS = bytes([*range(0x80, 0xA0), *range(0xDC, 0xE0)])
 _LONG_LISTS = (b"\xdc", b"\xdd")
 
@@ -180,7 +180,7 @@ _LONG_TOKENS = {
     b"\xc8": (2, 1),
     b"\xc9": (4, 1),
 }
-# Short ones of these are also tokens, because each long one takes one or two microseconds.
+# Short ones of these are tokens, too, because a long one takes one or two microseconds to skip.
 for _first, (_width, _further) in _LONG_TOKENS.items():
     _lengths = (
         rb"\x00" * (_width - 1) + rb"\x%02x.{%d}" % (nbytes, nbytes + _further)
@@ -200,14 +200,14 @@ _LEVELS_MAX = 2
 _FLAT = re.compile(rb"[^\x80-\x9f]|\Z")  # also the empty placeholder of a long token
 _OF_TWO_LEVELS = re.compile(rb".+[\x80\x90]", re.DOTALL)
 
-# One-byte heads, each the first member of the one before, followed by another container's head. The
-# limit is for memory, because each takes 100 bytes.
+# One-byte heads, each the first member of the one before, followed by another container's head.
+# Their number is limited because each takes 100 bytes of memory.
 _HEADS = rb"(?:[\x81-\x8f\x91-\x9f](?=[\x81-\x8f\x91-\x9f\xdc-\xdf])){0,99}"
 _HEAD_OF_CONTAINER = rb"[\x81-\x8f\x91-\x9f]|[\xdc\xde]..|[\xdd\xdf].{4}"
 _MAPPINGS_FROM = 0xDE
 
-# Lists beginning with these names contain lists that are not containers of the object. The first
-# is not a container itself.
+# Lists that begin with a description head contain lists that are not containers of the object. One
+# that begins with the number head is not a container itself.
 _HEAD = b"\xc7"
 _NUMBER_HEAD = b"\xc7\x03\x01int"
 _DESCRIPTION_HEADS = (
@@ -222,7 +222,7 @@ def check_nesting(meta: memoryview, max_depth: int, description_depth: int = 0) 
     """Reject a stream whose decoding would cost far more than its bytes justify.
 
     Args:
-        meta: msgpack; if it is malformed, that is left to the decoder.
+        meta: a msgpack stream; if it is malformed, the decoder reports that.
         max_depth: how deep the object's containers may be nested.
         description_depth: how much deeper lists that describe a member may be nested.
 
@@ -259,10 +259,10 @@ class _Open:
     def __init__(self, max_depth: int, max_level: int) -> None:
         self._max_depth = max_depth
         self._max_level = max_level
-        self._roomy_to = max_depth + 1 - _LEVELS_MAX  # with so many open, no token is too deep
+        self._roomy_to = max_depth + 1 - _LEVELS_MAX  # with no more open, no token is too deep
         self.due = [1]
-        # For these, and some that are closed: the depth within the object, and whether the
-        # container is part of a description.
+        # For open containers, and some that are closed: the depth within the object, and whether
+        # the container is part of a description.
         self._depths = [0]
         self._described = [False]
 
@@ -360,8 +360,8 @@ def _containers(raw: bytes) -> Iterator[tuple[list[bytes], bytes, int, int]]:
     """Yield the lists and mappings of a stream, one at a time.
 
     Yields:
-        The tokens before it; the member counts of enclosing containers that open directly before
-        it; its own member count; and where its members begin. At the end, a count of -1.
+        For each, the tokens before it; the member counts of enclosing containers that open directly
+        before it; its own member count; and where its members begin. At the end, a count of -1.
     """
     token, run, step = _patterns()
     at = 0

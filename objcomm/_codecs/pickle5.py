@@ -35,7 +35,7 @@ from objcomm._config import decoding_settings
 _NAME = "pickle"
 
 # Arrays up to this size would be copied to a message's body in any case, and a buffer costs more
-# than its copy: eight of 5 kB took 290 µs to encode, send, receive and decode, and in band 110 µs.
+# than its copy: to encode, send, receive and decode eight of 5 kB took 290 µs, and 110 µs in band.
 _IN_BAND_MAX_NBYTES = 32 * 1024
 
 # Opcodes of protocol 5, from pickletools. The pickler writes a large object's opcode and length,
@@ -93,7 +93,7 @@ class PickleCodec:
             path, culprit = blame(obj, _can_pickle)
             raise refusal(_NAME, path, culprit, reason_of(error)) from error
         sink = pickler.sink
-        # Creating it by its name would add a Python call, which counts for small objects.
+        # ``Encoded(...)`` would add a Python call, which matters for small objects.
         made = sink[0] if len(sink) == 1 else b"".join(sink), sink.buffers
         return tuple.__new__(Encoded, made)
 
@@ -131,7 +131,7 @@ class PickleCodec:
     def place_of_failure(
         self, meta: memoryview, buffers: Sequence[Any], device: torch.device | None
     ) -> places.Place | None:
-        """Find where ``decode`` failed; None with ``allow=``, because this calls what it names."""
+        """Find where ``decode`` failed; None with ``allow=``, as this calls what a pickle names."""
         if decoding_settings().allow is not None:
             return None
         with tensors.landing(device):
@@ -333,7 +333,7 @@ def _module(name: str) -> Any:
 
 
 def _reduce_dtype(dtype: Any) -> Any:
-    """Send a dtype as plain data if that is complete; numpy's own state is not validated."""
+    """Send a dtype as plain data if that loses nothing; numpy's own state is not validated."""
     try:
         return array_dtypes.array_dtype_named, (array_dtypes.array_dtype_name(dtype),)
     except (TypeError, ValueError):
@@ -384,7 +384,7 @@ def _storage_of(flat: torch.Tensor) -> torch.UntypedStorage:
 
 
 def _reduce_exported(obj: Any) -> Any:
-    """Use torch's own functions for files, because torch cannot read its own pickle of these."""
+    """Use torch's functions for files, because it cannot read its own pickle of such a program."""
     if type(obj).__name__ != "ExportedProgram":
         return NotImplemented
     with io.BytesIO() as file:
@@ -402,7 +402,7 @@ _REDUCE: dict[type, Callable[[Any], Any]] = {
     torch.UntypedStorage: _reduce_storage,
     memoryview: _reduce_view,
 }
-# Classes in modules that may not be imported.
+# Classes in modules that may not have been imported.
 _REDUCE_BY_MODULE: dict[str, Callable[[Any], Any]] = {
     "numpy": _reduce_of_numpy,
     "numpy.dtypes": _reduce_dtype,
@@ -412,7 +412,7 @@ _REDUCE_BY_MODULE: dict[str, Callable[[Any], Any]] = {
 
 @functools.lru_cache(maxsize=256)
 def _is_asked_while_empty(kind: Any) -> bool:
-    """Return whether pickle calls its ``__getattr__`` for ``__setstate__`` on an empty object."""
+    """Return whether unpickling calls ``__getattr__`` for ``__setstate__`` on an empty object."""
     names = {name for base in kind.__mro__ for name in vars(base)}  # not those of its metaclass
     return "__getattr__" in names and "__setstate__" not in names and not issubclass(kind, type)
 

@@ -19,7 +19,7 @@ _READ_MAX_NBYTES = 1 << 20  # takes the slow unpickler one second
 
 
 class Place(NamedTuple):
-    """Where it failed.
+    """Where unpickling failed.
 
     Attributes:
         path: such as ``obj['model'].head``.

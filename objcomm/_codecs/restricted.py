@@ -1,10 +1,10 @@
 """Unpickling that admits only listed classes and functions, for pickles from untrusted senders.
 
-This is Python's unpickler with its tables replaced. What a stream names is looked up, never
-imported. Only what was looked up can be called. State can be set only on instances of an admitted
-class, so no class, function or enum member of this process can be modified. A stream can reuse an
-object for two bytes each time, so the work that this causes is counted. It is Python's slow
-unpickler, because the fast one cannot be restricted this way.
+This is Python's unpickler with its tables replaced; the slow one, because the fast one cannot be
+restricted this way. What a stream names is looked up, never imported. Only what was looked up can
+be called. State can be set only on instances of an admitted class, so no class, function or enum
+member of this process can be modified. A stream can reuse an object for two bytes each time, so the
+work that this causes is counted.
 
 An admitted class is responsible for what it does with arguments or state that a sender chose.
 """
@@ -32,8 +32,8 @@ from objcomm.errors import DecodeError, ForbiddenTypeError, name_of
 
 _NAME = "pickle"
 
-# All opcodes that this package's pickler writes. Omitted are persistent ids, the extension
-# registry, whose cache is consulted before ``find_class``, and all opcodes of protocols 0 and 1.
+# Opcodes that this package's pickler writes; the methods below handle more. Omitted are persistent
+# ids, the extension registry, whose cache is consulted before ``find_class``, and obsolete opcodes.
 _PLAIN_OPCODES = [
     "PROTO",
     "FRAME",
@@ -114,7 +114,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         self._budget = Budget(_NAME, meta, buffers)
         self._max_depth = max_depth
         # For each container: its depth, and the number of members met when walking through it,
-        # counting a member once for each time it occurs.
+        # counting a member each time it occurs.
         self._extents: dict[int, tuple[int, int]] = {}
         self._alive: list[Any] = []  # keeps ids in ``_extents`` from being reused
         self._held: set[int] = set()  # members of other objects that may still grow
@@ -172,7 +172,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         return found
 
     def _nest(self, made: Any, *parts: Any) -> Any:
-        """Record the depth of ``made``, so that recursive code never meets anything deeper."""
+        """Record the depth of ``made``, so that recursive code never meets anything too deep."""
         extents = self._extents
         depth, steps = 0, 0
         for part in parts:
@@ -217,7 +217,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
         steps = len(parts) + sum(length_of(each) for each in parts if type(each) is range)
         if id(function) in self._tools:
             weight = _STEPS_PER_FIELD if function is array_dtypes.array_dtype_named else 1
-            walked = parts[1:] if function is _array else parts  # not its memory, often shared
+            walked = parts[1:] if function is _array else parts  # memory is often shared
             steps += weight * sum(map(self._steps, walked))
             steps += sum(map(tensors.numel_of, parts)) if function is tensors.rebuild_coo else 0
         self._budget.spend(steps)
@@ -249,7 +249,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]  # its members have no
     def _target(self, *usual: type) -> Any:
         """Return the object that members are added to: of a ``usual`` type, or an admitted class.
 
-        An array, for example, would read members from any object that gives a memory address.
+        Others are refused: an array would read members from any object that gives a memory address.
         """
         target = self.stack[-1]
         self._check_may_grow(target, *usual)

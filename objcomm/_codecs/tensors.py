@@ -60,7 +60,7 @@ class Landing:
             key = id(memory), device
             if key not in self._moved:
                 self._moved[key] = memory, flat.to(device)
-        # torch does not know the type, or it imports a missing module on first use of the type.
+        # torch does not know the type, or a module that it imports on first use is missing.
         except (RuntimeError, AssertionError, ImportError) as error:
             name = str(self._device or device_type)
             reason = f"a tensor belongs on device {name!r}, which this rank cannot use"
@@ -96,7 +96,7 @@ class landing:  # noqa: N801  # used as a function, like contextlib's
         _decoding.landing = self._before
 
 
-#: Dtypes by name. A stream looks names up here, so it can name nothing but a dtype.
+#: Dtypes by name. A stream's names are looked up here, so they can name nothing but a dtype.
 DTYPES = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -144,7 +144,7 @@ class Dense(NamedTuple):
 
 
 def is_plain_tensor(obj: object) -> bool:
-    """Return whether ``obj`` is strided and exactly a Tensor or a Parameter, no other subclass."""
+    """Return whether ``obj`` is strided, and its class is exactly Tensor or Parameter."""
     return type(obj) in _OWN_CLASSES and _is_strided(obj)
 
 
@@ -213,7 +213,7 @@ def describe(tensor: torch.Tensor, device_type: str | None) -> tuple[Dense, torc
 
 
 def memory_key(tensor: torch.Tensor, flat: torch.Tensor) -> tuple[Any, ...] | None:
-    """Return a key that is equal for tensors whose elements are sent only once, or else None.
+    """Return a key that is equal for tensors whose elements are sent only once, or None.
 
     Tied weights are such tensors. The address of a copy, made to be compact or to leave a device,
     would not identify the original, so the key has the original's. The caller must keep the tensor
@@ -295,7 +295,7 @@ def check_shape(what: str, shape: Any) -> None:
 
 
 def is_coo_tensor(obj: object) -> bool:
-    """Return whether ``obj`` is a sparse tensor of coordinates, made of two plain tensors."""
+    """Return whether ``obj`` is a sparse tensor in coordinate format, made of two plain tensors."""
     return type(obj) is torch.Tensor and obj.layout is torch.sparse_coo
 
 
@@ -374,9 +374,9 @@ def describe_array(array: "np.ndarray[Any, Any]") -> tuple[str, torch.Tensor, An
 def resize_locks(owner: Any) -> list[Any]:
     """Return objects that keep numpy from moving an array's memory, or that of the array it views.
 
-    ``ndarray.resize(refcheck=False)`` frees memory even if others use it, also through the buffer
-    protocol. If that memory is being sent, the process crashes. However, it rejects an array that
-    has a weak reference.
+    ``ndarray.resize(refcheck=False)`` frees memory even while others use it, for example through
+    the buffer protocol. If that memory is being sent, the process crashes. However, it rejects an
+    array that has a weak reference.
 
     Args:
         owner: any object; only arrays have such locks.
@@ -438,11 +438,11 @@ def rebuild_scalar(dtype: "np.dtype[Any]", raw: Any) -> Any:
     """Rebuild a numpy scalar from its ``tobytes()``.
 
     Raises:
-        DecodeError: their length is not the dtype's item size, which may be gigabytes.
+        DecodeError: ``raw`` does not have the dtype's item size, which may be gigabytes.
     """
     import numpy as np  # noqa: PLC0415  # numpy is optional
 
     if type(raw) is not bytes or dtype.itemsize != len(raw):
         raise DecodeError("array", f"the received value is not a {dtype} scalar")
-    # Items of an empty string have no bytes, which frombuffer rejects.
+    # Zero-length strings have no bytes, which frombuffer rejects.
     return np.frombuffer(raw, dtype)[0] if dtype.itemsize else np.zeros((), dtype)[()]

@@ -1,9 +1,9 @@
 """All that an untrusted message may create: builtin types, admitted classes and exceptions.
 
 Both ways to decode safely, ``msgpack`` and pickle with ``allow=``, use this one table. Received
-arguments may have any type, so each must have its exact type and be within its bounds before
-anything is called. No constructor runs code that a sender chose, or computes for long. Classes that
-a user admits have a name that all ranks agree on.
+arguments may have any type, so the exact type and the bounds of each are checked before anything is
+called. No constructor runs code that a sender chose, or computes for long. Classes that a user
+admits have a name that all ranks agree on.
 
 Python itself trusts an exception's arguments too much. A Unicode error reads its text at the
 positions it was given, and a negative one crashes the process (CPython 3.11). The traceback of a
@@ -51,8 +51,8 @@ class Argument(NamedTuple):
     """The requirement for one argument.
 
     Attributes:
-        description: a description for error messages.
-        fits: the test.
+        description: for error messages.
+        fits: returns whether an object meets it.
     """
 
     description: str
@@ -87,7 +87,7 @@ def _matches(description: str, pattern: re.Pattern[str]) -> Argument:
 
 @dataclass(frozen=True)
 class Constructor:
-    """An object that can be created from received arguments.
+    """A kind of object that can be created from received arguments.
 
     Attributes:
         name: its name in msgpack streams and in errors.
@@ -212,7 +212,7 @@ def _lower_size(size: torch.Size) -> tuple[int, ...]:
     return tuple(size)
 
 
-#: How to take apart each further type: its name in the stream, and its members.
+#: How to take apart types that msgpack lacks: the name in the stream, and the members.
 LOWER: dict[type, tuple[str, Callable[[Any], Sequence[Any]]]] = {
     tuple: ("tuple", tuple),
     set: ("set", tuple),
@@ -262,7 +262,7 @@ def check_attributes(names: Iterable[str]) -> None:
 
 
 def set_attributes(tensor: Any, attributes: Any) -> torch.Tensor:
-    """Set the attributes on a received tensor that the sender's program had set on it.
+    """Set on a received tensor the attributes that the sender's program had set on it.
 
     Raises:
         DecodeError: it is not a tensor, or the attributes are not a mapping.
@@ -279,7 +279,7 @@ def set_attributes(tensor: Any, attributes: Any) -> torch.Tensor:
 
 
 def member_of(cls: enum.EnumMeta, value: Any) -> Any:
-    """Return the enum member with a value; keep no flags that the class did not know.
+    """Return the enum member with a value, without keeping flags that the class did not know.
 
     Python's own lookup keeps them, so a series of messages could fill the memory.
     """
@@ -329,11 +329,11 @@ class ClassEntry(NamedTuple):
     name: str
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
-    is_derived: bool  # from the class, instead of passed to ``register``
+    is_derived: bool  # from the class, not passed to ``register``
 
 
 class _Classes:
-    """Both directions; replaced together, so that readers need no lock."""
+    """Entries by class and by name, replaced together so that readers need no lock."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -411,8 +411,8 @@ def register(
         ``cls``.
 
     Raises:
-        UsageError: only one function was passed, the class's state cannot be found without them,
-            or another class has the name.
+        UsageError: only one of the functions was passed, the class's state cannot be found without
+            them, or another class has the name.
 
     Examples:
         >>> import dataclasses, objcomm

@@ -553,7 +553,7 @@ def connected(  # noqa: C901  # one linear sequence of steps
 
     failed: list[BaseException] = []
     begin = functools.partial(plain_call, operation, name=name, group=group)
-    # One rank may have received everything before another has, and connecting blocks in C++. So they
+    # One rank may have received everything before another, and connecting blocks in C++. So ranks
     # connect only once all are known to arrive and to have enough file descriptors, and within this
     # call, so that other ranks can be told where this rank is.
     with begin(timeout=deadline.seconds_left, must_agree="meet") as call:
