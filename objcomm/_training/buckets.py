@@ -2,7 +2,7 @@
 
 The ranks first compare digests of their manifests. If the digests differ, one rank reads all
 manifests; it reports the first difference in the tensors, or merges the manifests if the ranks
-differ only in which gradients and device links they have. No tensor has moved until then. After
+differ only in which gradients and device links they have. No tensor moves before then. After
 that, small tensors of one dtype travel together, and large ones are sent from and received into
 their own memory.
 """
@@ -161,7 +161,7 @@ def _parts(line: str) -> tuple[str, str]:
 
 
 def is_repeated(line: str) -> bool:
-    """Whether a tensor shares its memory with an earlier one, given its line of a manifest."""
+    """Whether a tensor shares its memory with an earlier one, given its line in a manifest."""
     return line.count("\0") > 1
 
 

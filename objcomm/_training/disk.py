@@ -25,13 +25,13 @@ DIGEST_NBYTES = 32
 _SUFFIX = ".objcomm-partial"
 _NOT_A_NAME = frozenset({"", ".", ".."})
 _PERMISSIONS = 0o777
-# Until a copy is complete, it is its owner's.
+# Until a copy is complete, only its owner has access.
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 _HASHED_AT_ONCE_NBYTES = 4 << 20
-# The disk works during the transfer, and not only at its end.
+# So the disk works during the transfer, not only at its end.
 _WRITTEN_AT_ONCE_NBYTES = 32 << 20
-# A journal commits what waits for it at the same time. On ext4, 1,500 small files took 6.5 s one by
-# one, 0.3 s eight at a time and 0.2 s 32 at a time.
+# A journal commits together what waits for it. On ext4, 1,500 small files took 6.5 s one by one,
+# 0.3 s eight at a time and 0.2 s 32 at a time.
 _SYNCED_AT_ONCE = 16
 
 
@@ -40,7 +40,7 @@ class Listing(NamedTuple):
 
     Attributes:
         names: a name for each file and folder, with ``/`` between its parts. The first is empty and
-            means the whole; a folder comes before its content.
+            stands for the whole; a folder comes before its content.
         sizes: the length of each file in bytes; ``FOLDER`` for a folder.
         modes: the permission bits of each.
     """
@@ -79,7 +79,7 @@ def listed(top: Path) -> Listing:
 
     Raises:
         OSError: something can't be read, is neither a file nor a folder, or is a link to a folder
-            around it.
+            that contains it.
     """
     found = Listing([], [], [])
 
@@ -104,7 +104,7 @@ def listed(top: Path) -> Listing:
 
 
 def is_listing(plain: object) -> bool:
-    """Return whether received data is the content of a listing, whose names lead nowhere else."""
+    """Return whether received data is a valid listing, whose names do not lead out of it."""
     if type(plain) is not list or [type(each) for each in plain] != [list] * len(Listing._fields):
         return False
     names, sizes, modes = plain
@@ -129,12 +129,12 @@ def is_listing(plain: object) -> bool:
 
 
 def pieces(sizes: Sequence[int], starts: Sequence[int], nbytes: int) -> Iterator[list[Part]]:
-    """Cut what follows some starts of the files into pieces of ``nbytes``; the last may be shorter.
+    """Cut the files, each from a given byte, into pieces of ``nbytes``; the last may be shorter.
 
     Args:
-        sizes: of a listing.
-        starts: for each file, the first byte.
-        nbytes: the length of a piece, which may be of several files.
+        sizes: those of a listing.
+        starts: for each file, the first byte to include.
+        nbytes: the length of a piece, which may span several files.
     """
     piece: list[Part] = []
     filled = 0
@@ -278,7 +278,7 @@ class Copy:
         create = 0
         if not _can_continue(self.path, self._listing.sizes[0]):
             _remove(self.path)
-            create = os.O_CREAT | os.O_EXCL  # nothing that somebody else has put there meanwhile
+            create = os.O_CREAT | os.O_EXCL  # fails if somebody else has put something there
         if is_folder and create:
             self.path.mkdir(_PRIVATE_FOLDER)
         self._lock = _opened(self.path, os.O_RDONLY if is_folder else os.O_RDWR | create)
@@ -328,7 +328,7 @@ class Copy:
         return path.stat().st_size
 
     def write(self, piece: Sequence[Part], content: memoryview) -> None:
-        """Write a piece to the disk; pieces come in order, and what follows the first is dropped.
+        """Write a piece; pieces come in order, and the first in a file truncates it there.
 
         Raises:
             OSError: the disk is full, or has failed.
@@ -384,7 +384,7 @@ class Copy:
             os.close(descriptor)
 
     def publish(self) -> None:
-        """Give the copy, which is complete, the name of its destination.
+        """Rename the copy, which is complete, to its destination.
 
         Raises:
             OSError: something is in the way.
@@ -417,7 +417,7 @@ def _changed(path: Path) -> OSError:
 
 
 def _opened(path: Path, flags: int) -> int:
-    """Open something of a copy, but not through a link that somebody else has put there."""
+    """Open a part of a copy, but not through a link that somebody else has put there."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, _PRIVATE_FILE)
 
 
@@ -428,7 +428,7 @@ def _closed(descriptor: int) -> int:
 
 
 def _can_continue(path: Path, size: int) -> bool:
-    """Whether this user's own copy of something of this size, or a start of it, is there."""
+    """Whether ``path`` is this user's own copy, perhaps incomplete, of something of this size."""
     try:
         about = path.lstat()
     except FileNotFoundError:

@@ -65,15 +65,15 @@ PathLike = str | os.PathLike[str]
 _OPERATION = Operation.BROADCAST_FILE
 _CALLED = _OPERATION.name.lower()
 
-# A line of hosts passes on whole pieces, and the last host is behind by a piece for each host.
+# Hosts in a line pass on whole pieces, so each is one piece behind the host before it.
 _PIECE_NBYTES = 2 << 20
 # A rank that has failed still passes on the other pieces of a stretch, and then raises.
 _PIECES_OF_A_STRETCH = 128
 # So a piece can be sent as soon as the one before has been.
 _RECEIVES_AHEAD = 4
 
-# In place of the digest of a piece that the source could not read. Not zeros: memory or a network
-# card that fails may leave them.
+# In place of the digest of a piece that the source could not read. Not zeros, which failing memory
+# or a failing network card may leave.
 _NO_DIGEST = digest_of(memoryview(b"a piece that the source could not read"))
 
 
@@ -111,18 +111,18 @@ def broadcast_file(
     """Copy one rank's file or folder to every host: to its disk, or to memory that its ranks share.
 
     Every rank of ``group`` must call this. The source reads everything once, and each host receives
-    it once, because a host passes on to the next what it receives. Hosts are distinguished as in
+    it once, because each host passes on what it receives to the next. Hosts are distinguished as in
     ``objcomm.node_group``. Every host checks a digest of each piece.
 
     With ``to``, one rank of each host writes the copy under a temporary name in the same folder
     (``.NAME.objcomm-partial``), waits for the disk, and renames it once all hosts have everything,
-    so nothing incomplete is ever at ``to``. After an error the temporary copy stays, and the next
-    call with the same ``to`` continues it where all hosts have the same as the source, which they
-    compare by digests. Only on a host whose disk has failed, or is full, the copy is removed.
+    so nothing incomplete is ever at ``to``. After an error the temporary copy stays. The next call
+    with the same ``to`` continues each file that, by its digest, begins with the same bytes on all
+    hosts and the source. The copy is removed only on a host whose disk has failed or is full.
 
-    An existing file at ``to`` is replaced. A folder must not exist there, unless it is empty.
-    Permissions are copied, but not owners and times; its owner may write to a copied folder in any
-    case. Links are followed.
+    A copied file replaces a file at ``to``, and a copied folder an empty folder; any other
+    combination is an error. Permissions are copied, but not owners and times; a copied folder is
+    always writable by its owner. Links are followed.
 
     Args:
         path: the file or folder, on the source. Ignored on other ranks, which may pass ``None``.
@@ -149,9 +149,9 @@ def broadcast_file(
         NotInGroupError: this rank is not a member of ``group``.
         MissingDependencyError: ``progress`` is set and tqdm is not installed. Raised on each rank
             without tqdm, before any traffic.
-        CollectiveError: a rank could not read or write, received something else than was sent, or
-            passed another ``to`` than its host's first rank. Raised on every rank, with that rank's
-            own error, such as the OSError of a full disk. Later calls work.
+        CollectiveError: a rank could not read or write, received something other than was sent, or
+            passed a different ``to`` than its host's first rank. Raised on every rank, with that
+            rank's own error, such as the OSError of a full disk. Later calls work.
         DesyncError: ranks are in different operations, or in calls with different names, or only
             some passed ``to``. Raised once on every rank: where it waits, or in its next call.
         TransportTimeout: the timeout expired. Raised on every rank that was still waiting.
@@ -223,7 +223,7 @@ def _announced(
 ) -> tuple[Listing, tuple[int, ...]]:
     """Return the source's listing on every rank, and the host number of each rank.
 
-    Where the ranks of a host can't share memory, and need it, each counts as a host.
+    If the ranks of a host need shared memory but have none, each counts as a host.
     """
     own: list[Listing] = []
 
@@ -341,17 +341,17 @@ class _InMemory:
             at += nbytes
 
     def finish(self) -> None:
-        """Make it immutable."""
+        """Make the copy immutable."""
         self._flats.clear()
         if self.share is not None:
             self.share.seal()
             self.buffers = taken_out(self.buffers, self.share)
 
     def publish(self) -> None:
-        """Do nothing: the ranks get it in another call."""
+        """Do nothing: the ranks get the copy in another call."""
 
     def close(self) -> None:
-        """Close its files; mapped memory remains."""
+        """Close the descriptors; mapped memory remains."""
         if self.share is not None:
             self.share.close()
 
@@ -397,7 +397,7 @@ def _handed_out(
 
 
 class _First:
-    """The part in a transfer of the ranks that are the first of their hosts."""
+    """One transfer, as seen by a rank that is the first of its host."""
 
     def __init__(  # noqa: PLR0917  # each has its own type
         self,
@@ -409,7 +409,7 @@ class _First:
         target: Copy | _InMemory | None,
         bar: Bar | None,
     ) -> None:
-        """Name the parts of a transfer.
+        """Prepare a transfer.
 
         Args:
             begin: begins a call among these ranks; takes the name of a step, and a root.
@@ -417,7 +417,7 @@ class _First:
             size: number of these ranks.
             listing: what is copied.
             top: the path of what is copied, on the source.
-            target: this host's copy; None if the source's own files are in its place.
+            target: this host's copy; None if the source's own files serve as one.
             bar: shows the progress.
         """
         self._begin = begin
@@ -444,7 +444,7 @@ class _First:
             reader = Reader(self._top, listing)  # before the digests of what the hosts have already
             ends.callback(reader.close)
         starts = self._starts()
-        # When a piece is taken, the one before it is still sent and written.
+        # When a piece is taken, the one before it is still being sent and written.
         nbytes = min(_PIECE_NBYTES, listing.nbytes) + DIGEST_NBYTES
         self._buffers = [empty(nbytes) for _ in range(_RECEIVES_AHEAD + 2)]
         if bar is not None:
@@ -461,7 +461,7 @@ class _First:
             target.publish()
 
     def _starts(self) -> list[int]:
-        """Return for each file how many bytes all hosts have already."""
+        """Return, for each file, how many bytes all hosts already have."""
         listing, target = self._listing, self._target
         has = [max(0, size) for size in listing.sizes] if target is None else target.begin()
 
@@ -507,7 +507,7 @@ class _First:
         return starts
 
     def _stream(self, plan: Iterator[list[Part]], reader: Reader | None) -> None:
-        """Move all pieces from host to host, and raise what this rank could not do.
+        """Move all pieces from host to host, and raise this rank's error, if there is one.
 
         Args:
             plan: the pieces.
@@ -527,7 +527,7 @@ class _First:
     def _move(
         self, exchange: Exchange | None, stretch: Sequence[list[Part]], reader: Reader | None
     ) -> BaseException | None:
-        """Move some pieces; while one travels, the next is read and the last is written.
+        """Move some pieces; while one travels, the next is read and the previous one is written.
 
         Args:
             exchange: the traffic; None without other hosts.
@@ -535,7 +535,7 @@ class _First:
             reader: reads them, on the source.
 
         Returns:
-            What this rank could not do. It has passed on all pieces even so.
+            This rank's error, if there is one. It has passed on all pieces even so.
         """
         parent, children = None, list[int]()
         if exchange is not None:

@@ -23,7 +23,7 @@ class Shard(Sampler[int]):
         numel: number of samples in the dataset; the same on every rank.
         shuffle: whether to shuffle, in the same order as torch's DistributedSampler; see
             ``set_epoch``.
-        seed: for the shuffling; the same on every rank.
+        seed: for shuffling; the same on every rank.
         even: whether to give all ranks the same number of samples, by repeating the first ones.
         group: the participating ranks; defaults to the world.
 
@@ -118,7 +118,7 @@ def loader(
     Ranks do not communicate. All ranks must pass datasets of the same length.
 
     With ``shuffle``, every rank gets the same number of samples and so takes the same number of
-    steps; the first samples of the order are repeated to fill up, as in torch's DistributedSampler.
+    steps; the first samples of the order are repeated as needed, as in torch's DistributedSampler.
     Without ``shuffle``, each sample occurs exactly once, as an evaluation requires. The lower ranks
     may then have one sample more than the others, so their loops may take one step more, in which
     they must not communicate.
@@ -130,7 +130,7 @@ def loader(
             epoch, also in a world of one.
         klass: creates the loader; called with ``sampler=``.
         group: the participating ranks; defaults to the world.
-        seed: for the shuffling; the same on every rank.
+        seed: for shuffling; the same on every rank.
         kwargs: more keyword arguments for ``klass``, such as ``batch_size``.
 
     Returns:

@@ -1,6 +1,6 @@
 """Helpers for small results: gather scalars from every rank, or compute something from them.
 
-Also averages named numbers over ranks, weighted and exactly.
+Also average named numbers over ranks, exactly and with weights.
 """
 
 import math
@@ -249,7 +249,7 @@ def gather_from_all_ranks(
 def gather_scalar_from_all_ranks(fn: Callable[[], T]) -> list[T] | Any:
     """Call a function on every rank and gather the scalars that it returns on rank 0.
 
-    Every rank must call this. Each value keeps its exact value and type: ints stay ints, and
+    Every rank must call this. Each scalar keeps its exact value and type: ints stay ints, and
     ``2.0`` and ``True`` stay what they are. The call fails on every rank if ``fn`` fails on any, so
     every rank waits for rank 0.
 
@@ -293,13 +293,13 @@ def _gathered(
     Args:
         operation: the operation that the user called.
         given: this rank's contribution, or a function that returns it.
-        check: returns a contribution, which is a scalar, or raises; None to call the function.
+        check: returns the contribution if it is a scalar, or raises; None to call a function.
         root: the destination as a global rank and as a group rank; None for all ranks.
         async_op: whether to return a Work immediately.
         options: the user's own.
     """
     if check is not None:
-        # Ranks that refuse pickles accept a plain scalar; those of subclasses need pickle.
+        # Ranks that refuse pickles accept plain scalars; instances of subclasses need pickle.
         kind = type(given)
         is_plain = kind in _PLAIN_SCALARS or kind.__module__ == "numpy" or kind is torch.Tensor
         options["codec"] = "msgpack" if is_plain else "pickle"
@@ -462,8 +462,8 @@ def average_metrics(
     Returns:
         A new dict of floats, with the same values on every rank. This rank's names come first, in
         their order, then the names that only other ranks have. Each value is
-        ``sum(value * count) / sum(count)``, or nan if all its weights are 0. In a world of one, the
-        same computation on one rank.
+        ``sum(value * count) / sum(count)``, or nan if all its weights are 0. A world of one
+        computes the same.
 
     Raises:
         UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.

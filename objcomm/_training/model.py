@@ -344,7 +344,7 @@ def wrap(
 
     Every rank of ``group`` must call this. The names, order, dtypes and shapes of the parameters
     and buffers must be the same on all ranks, and so must the set of parameters that require
-    gradients. Ranks compare these first; on a difference, torch could hang or mix parameters up.
+    gradients. Ranks compare these first; if they differed, torch could hang or mix up parameters.
 
     Args:
         model: a model on the CPU, or on a single device.

@@ -1,9 +1,9 @@
-"""Code that not every rank runs: functions that run once, and blocks that some ranks skip or await.
+"""Code that not every rank runs: functions that run once, and blocks that ranks skip or wait for.
 
-A function that runs once runs on one rank for all ranks, or on one rank of each host. All follow
-one pattern: one rank computes in a region while the others wait for its message. Other ranks may
-then run a second function, and an error on any of them is raised on all. The blocks are context
-managers for code that only some ranks run, or that one rank runs before the others.
+A function that runs once does so on one rank for all ranks, or on one rank of each host. All such
+functions follow one pattern: one rank computes in a region while the others wait for its message.
+Other ranks may then run a second function, and an error on any of them is raised on all. The blocks
+are context managers for code that only some ranks run, or that one rank runs before the others.
 """
 
 import contextlib
@@ -374,7 +374,7 @@ def _decorator(
     share: Callable[[Callable[[], Any]], Any],
     function: Callable[P, R] | None,
 ) -> Callable[P, R] | Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator, or the decorated function if there is one already.
+    """Return a decorator or, if ``function`` is given, the decorated function.
 
     Args:
         operation: the decorator's operation.
@@ -647,7 +647,7 @@ class MainProcessContext(_Block[None]):
     UsageError rather than return one rank's result. This applies only to calls on groups that
     contain other ranks of ``group``.
 
-    Blocks may be nested, and other threads are not in them. If a generator yields inside a block,
+    Blocks may be nested, and do not affect other threads. If a generator yields inside a block,
     the code that iterates over it is in the block too.
 
     Args:

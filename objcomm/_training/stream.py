@@ -70,9 +70,9 @@ class _Feed(Generic[T]):
         members: the ranks that it connects, as ranks of the user's group.
         batches: how many batches this rank has sent, or has received if it is not the source.
         reports: how many reports the source has taken, or this rank has made.
-        is_leaving: whether this rank leaves the stream.
-        is_left: on the source, whether another rank is known to leave the stream.
-        failures: why ranks leave that could not rebuild an object, by rank of the user's group.
+        is_leaving: whether this rank is leaving the stream.
+        is_left: on the source, whether another rank is known to be leaving the stream.
+        failures: by rank of the user's group, what kept a leaving rank from rebuilding an object.
         is_over: whether the last message was sent or received.
     """
 
@@ -99,7 +99,7 @@ class _Feed(Generic[T]):
             lane_name: the lane of the objects; that of the reports has a longer name.
             is_batched: whether messages contain lists of objects, not single objects.
             window: how many batches may be sent that a rank has not finished with.
-            every: ranks report after so many batches.
+            every: ranks report after this many batches.
             options: the options of each call.
         """
         self.members = members
@@ -110,7 +110,7 @@ class _Feed(Generic[T]):
         self._options = options
         mesh = group.mesh
         self._nonce = "" if mesh is None or mesh.verdict is not None else mesh.nonce
-        self._has_not_met = False  # nor will the two ranks
+        self._has_not_met = False  # if true, the two ranks never will
         self._works: list[Work[None]] = []
         self._awaited = 0  # reports that the source has begun to take
         self.batches = self.reports = 0
@@ -187,7 +187,7 @@ class _Feed(Generic[T]):
     def take(self, ready: deque[T], *, is_async: bool) -> Work[None] | None:
         """Receive the next batch into ``ready``, or learn that the stream has ended.
 
-        Everything is noted on the thread that receives, because an awaiting task may be cancelled.
+        Everything is recorded on the receiving thread, because an awaiting task may be cancelled.
         """
 
         def first(call: Call) -> Callable[[], None]:
@@ -248,13 +248,13 @@ class _Feed(Generic[T]):
             self.keep(self.report(is_async=True))
 
     def keep(self, work: Work[None] | None) -> None:
-        """Leave a work to ``poll`` and ``outstanding``."""
+        """Leave a ``Work`` to ``poll`` and ``outstanding``."""
         if work is not None:
             work.disown()
             self._works.append(work)
 
     def poll(self) -> None:
-        """Note, without waiting, what has ended, and begin to take a report that can be taken."""
+        """Record what has ended and begin to take a report that can be taken, without waiting."""
         for work in [each for each in self._works if each.done()]:
             self._works.remove(work)
             work.result()
@@ -412,7 +412,7 @@ class Stream(Generic[T]):
                 self._raise_as_all_ranks(error)
                 raise
         except asyncio.CancelledError:
-            raise  # the step continues, and the stream is still to be closed
+            raise  # the step continues, and the stream must still be closed
         except BaseException as error:
             self._ready.clear()
             if self._is_source:
@@ -424,10 +424,10 @@ class Stream(Generic[T]):
             self._release()
 
     def _raise_as_all_ranks(self, error: ObjcommError) -> None:
-        """Raise the error that all ranks raise for ``error``, if it is another one.
+        """Raise the error that all ranks raise for ``error``, if that is a different one.
 
         If objects are shared out, a feed connects two ranks only. What ends its connections also
-        ends those of the whole group, as it would without ``scatter``, so all ranks raise the same.
+        ends the whole group's, as it would without ``scatter``, so all ranks raise the same error.
         """
         mesh, thread = self._group.mesh, threading.current_thread()
         if not self._is_scattered or mesh is None:
@@ -437,7 +437,7 @@ class Stream(Generic[T]):
         is_new = mesh.verdict is None or mesh.is_owed_by(thread)
         is_from_source = isinstance(error, CollectiveError) and not self._is_source
         if verdict is None and is_new and is_from_source:
-            # The source may have lost another rank. It has then posted why before it said so here.
+            # The source may have lost another rank. If so, it posted why before reporting it here.
             verdict = mesh.verdict or mesh.failed(mesh.nonce)
         if verdict is None:
             return
@@ -449,7 +449,7 @@ class Stream(Generic[T]):
     async def _open(self) -> None:
         """Agree on a number that no open stream of this lane has on any rank, and create the feeds.
 
-        All is done on the thread that receives, because an awaiting task may be cancelled.
+        All of this is done on the receiving thread, because an awaiting task may be cancelled.
         """
         group = self._group
         must_agree = f"{self._depth} {self._batch} {self._is_scattered}"
@@ -546,12 +546,12 @@ class Stream(Generic[T]):
                 for feed in receivers:
                     await self._give(feed, batch)
             except CollectiveError as error:
-                if error.__cause__ is None:  # of another rank, in a block that fails together
+                if error.__cause__ is None:  # another rank's, in a block that fails together
                     raise
                 await self._fail(error.__cause__)
 
     async def _is_left(self) -> bool:
-        """Wait until another batch may be sent; return whether a rank leaves the stream."""
+        """Wait until another batch may be sent; return whether a rank is leaving the stream."""
         for feed in self._feeds:
             if self._is_scattered:  # this rank takes what no other has room for
                 feed.poll()
@@ -594,7 +594,7 @@ class Stream(Generic[T]):
         return batch
 
     async def _fail(self, error: BaseException | None) -> None:
-        """End the stream by the source's own error, if there is one, and raise it."""
+        """End the stream with the source's own error, if there is one, and raise it."""
         self._error = None
         await self._end(error)
         if error is not None:
@@ -652,7 +652,7 @@ class Stream(Generic[T]):
         await self._catch_up()
         try:
             if any(feed.is_cut_off for feed in self._feeds):
-                return  # the error that did it ends the loops of the other ranks
+                return  # the error that cut it off ends the other ranks' loops
             if self._is_source:
                 await self._end()
                 return
@@ -667,7 +667,7 @@ class Stream(Generic[T]):
             self._release()
 
     def _release(self) -> None:
-        """Note that the stream is over; its lanes may be used again if nothing is left on them."""
+        """Record that the stream is over; its lanes can be reused if nothing is left on them."""
         self._is_over = True
         self._iterable = self._iterator = None
         is_left = all(feed.is_cut_off or feed.is_settled for feed in self._feeds)
@@ -675,7 +675,7 @@ class Stream(Generic[T]):
             self._group.streams.discard(self._place)
 
     async def _done(self, made: Any) -> Any:
-        """Wait for a work; anything else is a result."""
+        """Wait for a ``Work``; anything else is already a result."""
         if not isinstance(made, Work):
             return made
         self._work = made
@@ -769,11 +769,11 @@ def stream(
     asynchronous.
 
     A rank may leave its loop early, by ``break`` or an exception. It then waits until the source
-    asks for its next object. There the source's loop ends, and so do the other loops, at most
-    ``depth`` objects later, as if the iterable were exhausted. If the body communicates, all ranks
-    must leave at the same object instead. To raise the exception of one rank on all ranks, put the
-    loop into ``objcomm.fail_together``. A stream that is stored in a variable
-    must be closed if its loop may end early; see ``objcomm.Stream``.
+    asks for its next object. At that point the source's loop ends, and so do the other loops, at
+    most ``depth`` objects later, as if the iterable were exhausted. If the body communicates, all
+    ranks must leave at the same object instead. To raise the exception of one rank on all ranks,
+    put the loop into ``objcomm.fail_together``. A stream that is stored in a variable must be
+    closed if its loop may end early; see ``objcomm.Stream``.
 
     The body of the loop may communicate, and open other streams. Each step of the loop acts as a
     collective: if a rank makes another call instead, or dies, the waiting ranks raise.
@@ -802,7 +802,7 @@ def stream(
         allow: what a received pickle may name in this stream; see ``objcomm.configure``.
 
     Returns:
-        An iterator over the objects. The other ranks are asked first when it is.
+        An iterator over the objects. Nothing is sent before its first step.
 
     Raises:
         UsageError: an argument is invalid, the source has no iterable, or another rank passed one.
@@ -812,7 +812,7 @@ def stream(
             of every rank after the objects before it; on the source, chained to its own exception.
             Or another rank has left its loop after a DecodeError, before the last object.
         DecodeError: an object could not be rebuilt. Raised in the loop of that rank only, which may
-            take the next object.
+            go on to the next object.
         ObjcommError: whatever else ``objcomm.broadcast`` raises, in the loops of the same ranks.
 
     Examples:
@@ -867,5 +867,5 @@ def stream(
 
 
 def _kept(given: Any) -> Any:
-    """Return an option as every call of a stream can read it."""
+    """Return an option that every call of a stream can read: an iterator becomes a list."""
     return list(given) if isinstance(given, Iterator) else given
