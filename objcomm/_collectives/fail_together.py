@@ -23,9 +23,9 @@ class fail_together:  # noqa: N801  # used as a function, like contextlib's
     another operation, of this group or another, and those waiting for a third rank. A rank that
     is computing raises in its next call, or at the end of the block, where all ranks meet.
 
-    No other library has this (see <https://github.com/pytorch/pytorch/issues/122529>). A rank that
-    waits in one of torch's own collectives or in an NCCL kernel is not interrupted; it raises once
-    that wait ends.
+    A rank that waits in one of torch's own collectives or in an NCCL kernel is not interrupted; it
+    raises once that wait ends. Users have asked torch for such a block:
+    <https://github.com/pytorch/pytorch/issues/122529>.
 
     Args:
         name: name of this block; see ``objcomm.broadcast``.
