@@ -522,7 +522,8 @@ def _call_the_roll(part: "dist.Store", place: Placement, seconds: float) -> None
         come = f"{ranks_text(here)} {'has' if len(here) == 1 else 'have'}"
         have = "has" if len(missing) == 1 else "have"
         reason = f"{ranks_text(missing)} {have} not arrived within {seconds:g} s, {come}"
-        raise StartError(place.rank, place.world_size, place.address, reason, missing)
+        # The error that the program may be handling while it calls ``init`` is not the reason.
+        raise StartError(place.rank, place.world_size, place.address, reason, missing) from None
 
 
 def _fresh_part(store: "dist.Store", place: Placement) -> "dist.Store":

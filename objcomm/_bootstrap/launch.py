@@ -149,9 +149,9 @@ def _undisturbed() -> Iterator[dict[signal.Signals, Any]]:
     try:
         yield handlers
     finally:
-        _CHATTER.removeFilter(is_error)
         for each, handler in handlers.items():
             signal.signal(each, handler)
+        _CHATTER.removeFilter(is_error)
 
 
 def _check_start(backend: str | None, environment: Mapping[str, str] | None) -> None:
@@ -301,8 +301,8 @@ class _Job:
             try:
                 failure = self._failure(rank)
                 if failure is None:
-                    content = self._path("result", rank).read_bytes()
-                    results.append(pickle.loads(content))  # noqa: S301  # our own rank's
+                    path = self._path("result", rank)
+                    results.append(pickle.loads(path.read_bytes()))  # noqa: S301  # our own rank's
             except Exception as error:  # noqa: BLE001  # raised by code of the result itself
                 failure = failure_of(error, rank)
             if failure is not None:

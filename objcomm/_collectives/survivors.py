@@ -101,6 +101,7 @@ def survivors(group: GroupLike = None, timeout: Timeout = None) -> "dist.Process
             )
         if standing.ranks:  # ranks that still wait in a call on the old group join sooner
             whole.mark_raised(standing._replace(is_final=True), whole.ranks)
+            agreement.leave(whole)
         members = tuple(rank for rank in range(whole.size) if rank not in standing.ranks)
         part: Any = whole.new_part(members, f"round {standing.name}")
         part.let_go()
@@ -138,7 +139,12 @@ class _Agreement:
         self._deadline = deadline
         self._board_thread = board_thread_of(process_group_of(None))
         self._key = whole.agreement
-        self._failed_rounds: list[str] = []  # the nonces of their meshes
+        self._left: set[str] = set()  # see ``leave``
+
+    def leave(self, group: Group) -> None:
+        """Note a group whose calls this rank has ended; ``end`` removes the verdict on them."""
+        if group.mesh is not None and group.mesh.nonce:
+            self._left.add(group.mesh.nonce)
 
     def begin(self) -> Verdict:
         """Return the list in the store, or write one that excludes ranks known to be lost."""
@@ -225,7 +231,7 @@ class _Agreement:
         """
         if part.mesh is None:
             return None
-        self._failed_rounds.append(part.mesh.nonce)
+        self.leave(part)
         try:
             held = self._held(lambda board: board.look(self._key) or standing)
         except TransportTimeout:
@@ -254,23 +260,19 @@ class _Agreement:
         """Remove the list from the store once all of its ranks have returned.
 
         The verdicts on failed rounds and on the old group go with it: a rank that joined later, or
-        that died, never acknowledges them. All stay if an excluded rank may be alive: that rank
-        still has to find out.
+        that died, never acknowledges them. Each rank removes them after its own acknowledgement,
+        so the last one leaves none. All stay if an excluded rank may be alive: that rank still has
+        to find out.
         """
         key, whole, processes = self._key, self._whole, self._board_thread.processes
         excluded = [whole.ranks[rank] for rank in standing.ranks]
-        failed = self._failed_rounds
-        ended = [whole.mesh.nonce] if excluded and whole.mesh is not None else []
+        left = self._left
 
         def acknowledge(board: Board) -> None:
             board.learn(excluded)
-            if not all(map(processes.end_of, excluded)):
-                return
-            for nonce in failed:
-                board.retract(nonce)
-            # By then, every rank that is alive has acknowledged the verdict on the old group.
-            if board.acknowledge(key, whole.size - len(excluded)):
-                for nonce in ended:
+            if all(map(processes.end_of, excluded)):
+                board.acknowledge(key, whole.size - len(excluded))
+                for nonce in left:
                     board.retract(nonce)
 
         whole.has_agreed()

@@ -242,16 +242,10 @@ class Board(Reader):
         own = self._processes.own = self._processes.own._replace(figures=figures)
         self._store.set(f"process/{self.rank}", pack_record(own))
 
-    def acknowledge(self, key: str, awaited: int) -> bool:
-        """Count this rank as having read a verdict; the last of ``awaited`` ranks removes it.
-
-        Returns:
-            Whether this rank was the last.
-        """
-        is_last: bool = self._store.add(f"known/{key}", 1) >= awaited
-        if is_last:
+    def acknowledge(self, key: str, awaited: int) -> None:
+        """Count this rank as having read a verdict; the last of ``awaited`` ranks removes it."""
+        if self._store.add(f"known/{key}", 1) >= awaited:
             self.retract(key)
-        return is_last
 
     def retract(self, key: str) -> None:
         """Remove a verdict that no rank will look up any more."""

@@ -4,8 +4,7 @@ Neither package is needed. ``recorder`` decides what is counted, and when.
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import astuple
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from objcomm._config import GroupLike
@@ -141,9 +140,8 @@ def _by_group() -> dict[tuple[str, str], OperationStats]:
     return found
 
 
-def _sum(counted: Iterable[OperationStats]) -> OperationStats:
-    columns = zip(*map(astuple, counted), strict=True)
-    return OperationStats(*map(sum, columns))
+def _sum(counted: Collection[OperationStats]) -> OperationStats:
+    return OperationStats(**{each: sum(getattr(of, each) for of in counted) for each in _FIGURES})
 
 
 def _escaped(value: str) -> str:

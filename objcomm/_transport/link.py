@@ -421,7 +421,10 @@ class Connections(Link, Protocol):
         """
 
     def farewell_of(self, peer: int) -> bytes:
-        """Return what a peer sent when it aborted the link; empty if it sent nothing."""
+        """Return what a peer sent when it aborted the link; empty if it sent nothing.
+
+        If the peer has closed its connection, this may close this rank's end.
+        """
 
     def has_unread(self, peer: int) -> bool:
         """Return whether bytes from a peer have reached this host but have yet to be read.

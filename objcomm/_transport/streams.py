@@ -27,7 +27,15 @@ from objcomm._transport.connection import (
     has_bytes,
     has_unread,
 )
-from objcomm._transport.event_loop import IN_A_HANDLER, OWN_DOING, EventLoop, Signal, hang_up
+from objcomm._transport.event_loop import (
+    ENDS,
+    IN_A_HANDLER,
+    OWN_DOING,
+    READS,
+    EventLoop,
+    Signal,
+    hang_up,
+)
 from objcomm._transport.frames import UNASKED_MAX_NBYTES
 from objcomm._transport.link import (
     HOST_LOST,
@@ -491,10 +499,15 @@ class StreamLink:
         connection = self._connections.get(peer)
         if connection is None:
             return b""
-        if self._has_ended(peer) and not connection.peer.ended and not self.is_interrupted():
-            with self._lock:  # another thread is about to read it, but has not done so
-                connection.read(is_ending=True)
+        # The leader may be about to read it.
+        is_unread = self._has_ended(peer) and not (connection.peer.ended or self.is_interrupted())
+        if is_unread and self._lock.acquire(timeout=_PATIENCE_SECONDS):
+            try:
+                for end in connection.sockets():
+                    connection.handle(end.fileno(), READS | ENDS)
                 self._loop.wake_leader_if_over()
+            finally:
+                self._lock.release()
         return connection.peer.farewell if connection.peer.ended else b""
 
     def abort(self, farewell: bytes = b"") -> None:
