@@ -97,8 +97,8 @@ def broadcast(
             tensors or arrays in ``obj`` before ``wait`` returns.
 
     Returns:
-        The source's object: the same object on the source, and an independent, writable copy on
-        every other rank.
+        The source's object. On the source it is the object itself, on every other rank an
+        independent, writable copy.
 
     Raises:
         UsageError: an argument is invalid. Raised on each rank that passed it, before any traffic.
