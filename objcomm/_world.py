@@ -110,7 +110,7 @@ def process_group_of(group: GroupLike, operation: str = "") -> Any:
     if not isinstance(group, dist.ProcessGroup):
         raise UsageError(
             f"{_prefix(operation)}group={group!r} must be a process group, a device mesh or None; "
-            "objcomm.new_group makes a group of a list of ranks"
+            "use objcomm.new_group to make a group from a list of ranks"
         )
     return group
 

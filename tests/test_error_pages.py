@@ -44,7 +44,7 @@ def test_a_text_is_completed_and_a_list_is_filled() -> None:
 `the content of … is not what was signed`
 """
     new = written(page)
-    assert "mesh or None; objcomm.new_group makes a group of a list of ranks`" in new
+    assert "mesh or None; use objcomm.new_group to make a group from a list of ranks`" in new
     assert "- `… did not address this to a single rank`\n" in new
     assert "no code has" not in new
     assert new.count("is not what was signed") == 1

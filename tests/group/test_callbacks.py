@@ -52,6 +52,7 @@ def test_a_callback_that_waits_for_a_later_call_fails() -> None:
     have_begun.set()
     assert "comes after" in str(error_in(CollectiveError, lambda: works[0].wait(PATIENCE_S)))
     assert works[1].wait(PATIENCE_S) == [1, 1]
+    assert_group_works()
 
 
 @ranks(2, 3)

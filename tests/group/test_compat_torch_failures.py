@@ -301,7 +301,7 @@ def test_in_a_main_only_region_a_broadcast_is_local_and_the_rest_refused() -> No
 
 
 @solo(environment={"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
-def test_a_world_that_the_environment_promises_must_be_initialized() -> None:
+def test_a_world_that_a_launcher_has_started_must_be_initialized() -> None:
     calls: list[Action] = [
         lambda: dist_objects.all_gather_object([None, None], 1),
         lambda: dist_objects.send_object_list([1], 1),

@@ -38,12 +38,12 @@ WRONG: dict[str, Any] = {
     "two receivers": lambda: objcomm.send(1, 0, group_dst=0),
     "two senders": lambda: objcomm.recv(0, group_src=0),
     "no such rank": lambda: objcomm.send(1, 7),
-    "a fraction as rank": lambda: objcomm.recv(0.5),  # type: ignore[call-overload]
+    "a fraction as rank": lambda: objcomm.recv(0.5),  # type: ignore[call-overload]  # wrong on purpose
     "a negative tag": lambda: objcomm.send(1, 0, tag=-1),
     "too large a tag": lambda: objcomm.recv(0, tag=2**32),
-    "a text as tag": lambda: objcomm.recv(0, tag="a"),  # type: ignore[call-overload]
+    "a text as tag": lambda: objcomm.recv(0, tag="a"),  # type: ignore[call-overload]  # wrong on purpose
     "a bool as tag": lambda: objcomm.send(1, 0, tag=True),
-    "any tag for a sender": lambda: objcomm.send(1, 0, tag=None),  # type: ignore[call-overload]
+    "any tag for a sender": lambda: objcomm.send(1, 0, tag=None),  # type: ignore[call-overload]  # wrong on purpose
     "a timeout of zero": lambda: objcomm.recv(0, timeout=0),
     "an unknown codec": lambda: objcomm.send(1, 0, codec="morse"),
     "sendrecv without a receiver": lambda: objcomm.sendrecv(1),

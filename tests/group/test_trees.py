@@ -406,7 +406,7 @@ def test_a_leaf_that_cannot_be_combined_is_named() -> None:
 @ranks(2, 3)
 def test_a_leaf_whose_type_has_no_such_operation_is_named() -> None:
     with pytest.raises(CollectiveError, match=r"obj\.name\[0\]: .*unsupported operand"):
-        objcomm.all_reduce(Stats(1, Loss(1, []), [slice(3)]), "sum")  # type: ignore[arg-type, call-overload]
+        objcomm.all_reduce(Stats(1, Loss(1, []), [slice(3)]), "sum")  # type: ignore[arg-type, call-overload]  # wrong on purpose
     with pytest.raises(CollectiveError, match=r"obj\['w'\]: complex"):
         objcomm.all_reduce({"w": torch.ones(LARGE, dtype=torch.complex64)}, "min")
     with pytest.raises(CollectiveError, match=r"obj\['v'\]"):  # it is not a tuple of operands
