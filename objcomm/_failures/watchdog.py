@@ -49,7 +49,14 @@ from objcomm._failures.losses import (
 )
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.noticeboard import Board, BoardThread, StoreSilentError
-from objcomm._failures.verdict import FAREWELLS, PROGRAM_ENDED, Cause, Verdict, nonce_of
+from objcomm._failures.verdict import (
+    DESTROYED,
+    FAREWELLS,
+    PROGRAM_ENDED,
+    Cause,
+    Verdict,
+    nonce_of,
+)
 from objcomm._observe.history import CallRecord
 from objcomm._observe.log import log, logged
 from objcomm._observe.terminal import end_badly
@@ -242,11 +249,10 @@ class Watchdog(threading.Thread):
         """Close the connections of groups that the program has destroyed: other ranks may wait."""
         for mesh in self._all_meshes():
             if mesh.verdict is None and mesh.link is not None and mesh.is_destroyed():
-                left = mesh.destroyed()
                 if mesh.whole is None and not any(lane.is_busy for lane in mesh.lanes.values()):
-                    mesh.stop(left._replace(is_store_silent=True))  # as when garbage-collected
+                    unmatched_calls.close_and_check(mesh, DESTROYED)  # as when garbage-collected
                 else:
-                    self._end(mesh, left)
+                    self._end(mesh, mesh.destroyed())
 
     def _leave_failed(self) -> None:
         """End the meshes of a main thread that has failed while other threads keep running."""

@@ -132,10 +132,11 @@ class StreamLink:
             self._connections[peer] = made
             made.attach(end)
 
-    def __del__(self) -> None:
-        # Explicitly, or the user would see Python's warnings about unclosed sockets.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Explicitly, or the user would see Python's warnings about unclosed sockets. While the
+        # interpreter ends, this module's global names may already be None.
         connections = list(getattr(self, "_connections", {}).values())
-        if not sys.is_finalizing() and getattr(self, "_pid", 0) == os.getpid():
+        if not is_finalizing() and getattr(self, "_pid", 0) == os.getpid():
             far = [each for each in connections if each.is_far and not each.peer.ended]
             close_when_delivered([end for each in far for end in each.sockets()])
         for each in connections:

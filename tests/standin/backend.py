@@ -75,7 +75,7 @@ class Backend:
 
     Attributes:
         options: has the timeout, as in torch's own backends.
-        is_aborted: whether ``abort`` was called.
+        is_aborted: whether ``abort`` was called, and the wait that it ended is over.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class Backend:
         self.options = SimpleNamespace(_timeout=timeout)
         self._limit = timeout
         self._aborted = threading.Event()
+        self._meeting = threading.Lock()
         self._numbers: Counter[str] = Counter()
         self._device: torch.device | None = None
 
@@ -120,8 +121,8 @@ class Backend:
 
     @property
     def is_aborted(self) -> bool:
-        """Whether ``abort`` was called."""
-        return self._aborted.is_set()
+        """Whether ``abort`` was called, and the wait that it ended is over."""
+        return self._aborted.is_set() and not self._meeting.locked()
 
     # The names and arguments of torch's own backends.
 
@@ -205,16 +206,17 @@ class Backend:
                 raise RuntimeError(f"{operation}: a tensor on {tensor.device}, not {self._device}")
         device.all_devices().launch(f"{device.NAME}::{operation}", reads, [])
         journal().act(operation, at_wait=False)
-        what = f"{flat.numel()} of {flat.dtype}, {what}"
-        journal().made.append(f"{operation}: {what}")
-        whose = "-".join(map(str, sorted(ranks))) or "all"
-        own = f"call {self._numbers[whose]} of {whose}: "
-        own += what if ranks else f"{operation}, {what}"
-        key = f"{whose}/{self._numbers[whose]}"
-        self._numbers[whose] += 1
-        self._announced.set(f"{key}/{self._rank}", own)
-        keys = [f"{key}/{each}" for each in ranks or range(self._size)]
-        self._await(keys, own, f"{key}/outcome")
+        with self._meeting:
+            what = f"{flat.numel()} of {flat.dtype}, {what}"
+            journal().made.append(f"{operation}: {what}")
+            whose = "-".join(map(str, sorted(ranks))) or "all"
+            own = f"call {self._numbers[whose]} of {whose}: "
+            own += what if ranks else f"{operation}, {what}"
+            key = f"{whose}/{self._numbers[whose]}"
+            self._numbers[whose] += 1
+            self._announced.set(f"{key}/{self._rank}", own)
+            keys = [f"{key}/{each}" for each in ranks or range(self._size)]
+            self._await(keys, own, f"{key}/outcome")
         texts = [self._announced.get(each).decode() for each in keys]
         if set(texts) != {own}:
             raise RuntimeError(f"the ranks make different calls: {texts}")

@@ -54,7 +54,7 @@ def _join(backends: str) -> None:
         store=place.store("rendezvous"),
         rank=place.rank,
         world_size=place.world_size,
-        timeout=timedelta(seconds=120),  # ends a stalled device path
+        timeout=timedelta(seconds=300),  # ends a stalled device path
     )
 
 
