@@ -102,6 +102,8 @@ def stats_to_tensorboard(writer: ScalarWriter, step: int, group: GroupLike = Non
         group: a process group, a one-dimensional device mesh, or None for the world.
 
     Raises:
+        UsageError: ``group`` is not a group of this job, or a launcher has started other ranks, but
+            torch.distributed is not initialized.
         NotInGroupError: this rank is not a member of ``group``.
 
     Examples:
@@ -164,7 +166,8 @@ def stats(group: GroupLike = None) -> dict[str, OperationStats]:
         another group while the program keeps a reference to that group.
 
     Raises:
-        UsageError: a launcher has started other ranks, but torch.distributed is not initialized.
+        UsageError: ``group`` is not a group of this job, or a launcher has started other ranks, but
+            torch.distributed is not initialized.
         NotInGroupError: this rank is not a member of ``group``.
 
     Examples:
@@ -184,6 +187,8 @@ def reset_stats(group: GroupLike = None) -> None:
         group: a process group, a one-dimensional device mesh, or None for the world.
 
     Raises:
+        UsageError: ``group`` is not a group of this job, or a launcher has started other ranks, but
+            torch.distributed is not initialized.
         NotInGroupError: this rank is not a member of ``group``.
 
     Examples:

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import linecache
 import os
 import statistics
 import sys
@@ -83,6 +84,8 @@ def held(descriptors_before: int = sys.maxsize) -> tuple[int, int, int, int]:
         descriptors_before: the previous number of descriptors; more of them may be some that close
             late.
     """
+    # The first error or long wait in a file keeps its lines: 1,300 blocks on a busy machine.
+    linecache.clearcache()
     gc.collect()
     expires = time.monotonic() + _SETTLE_MAX_SECONDS
     before, now = (-1, -1), _handles()
