@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import functools
 import itertools
+import sys
 import threading
 import time
 import warnings
@@ -293,7 +294,7 @@ class Work(Generic[T_co]):
             self._future.set_result(result)
         finally:
             self._cancel = self._moving = None
-            for each in self._signals:
+            for each in tuple(self._signals):  # a waiting thread may remove its own
                 each.set()
             del self, body  # as in ``wait``
 
@@ -359,10 +360,14 @@ class Work(Generic[T_co]):
             if seconds is not None and seconds <= SUSPICIOUS_SECONDS:
                 return self._ended.wait(seconds)
             ended = self._ended_on_this_thread()
-            if ended.wait(SUSPICIOUS_SECONDS):
-                return True
-            check_uninterrupted(f"{self.operation} at {self.call_site}: wait")
-            return ended.wait(-1 if seconds is None else seconds - SUSPICIOUS_SECONDS)
+            try:
+                if ended.wait(SUSPICIOUS_SECONDS):
+                    return True
+                check_uninterrupted(f"{self.operation} at {self.call_site}: wait")
+                return ended.wait(-1 if seconds is None else seconds - SUSPICIOUS_SECONDS)
+            finally:
+                with contextlib.suppress(ValueError):  # it is not among them
+                    self._signals.remove(ended)
         finally:
             self._waited.waiter = 0
 
@@ -399,8 +404,9 @@ class Work(Generic[T_co]):
     def _error(self) -> BaseException | None:
         return self._future.exception() if self.done() else None
 
-    def __del__(self) -> None:
-        if getattr(self, "_is_asked", True) or not hasattr(self, "_future"):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # While the interpreter ends, the names of modules may already be None.
+        if is_finalizing() or getattr(self, "_is_asked", True) or not hasattr(self, "_future"):
             return
         error = self._error()
         ending = "" if error is None else f", and ended by {text_of(error)}"

@@ -140,6 +140,19 @@ class Channel:
             lane = self._taken(operation, mesh, lane_name)
         return mesh, lane
 
+    def renew(self, operation: str, order: TicketQueue) -> tuple[Mesh, Lane]:
+        """Do what ``admit`` does, but leave a verdict to the next call, which raises it.
+
+        Raises:
+            BrokenGroupError: an earlier error has closed the connections for good.
+            UsageError: the group is destroyed.
+        """
+        with self._lock, self._change:
+            mesh = self._mesh
+            if mesh is None or mesh.verdict is not None:
+                mesh = self._mesh = self._renewed(operation, mesh)
+        return mesh, self._taken(operation, mesh, "", order)
+
     def connect(
         self,
         mesh: Mesh,
@@ -172,7 +185,7 @@ class Channel:
     def retire(self) -> None:
         """Close the connections after this process has destroyed the group."""
         mesh = self._mesh
-        if mesh is None or sys.exc_info()[1] is not None:  # report only that exception
+        if mesh is None or unmatched_calls.failure_here() is not None:  # report only that
             return
         with logged("could not check whether all ranks made the same calls"):
             comparison = unmatched_calls.comparison(mesh)

@@ -233,7 +233,9 @@ class Board(Reader):
 
     def publish_calls(self, calls: Iterable[GroupCalls]) -> None:
         """Add the calls made over some meshes to this process's record; no more will follow."""
-        all_calls = (*self._processes.own.calls, *calls)[-_MOST_GROUPS:]
+        calls = tuple(calls)  # at the end of the program, those of all groups that still exist
+        kept = max(_MOST_GROUPS, len(calls))
+        all_calls = (*self._processes.own.calls, *calls)[-kept:]
         own = self._processes.own = self._processes.own._replace(calls=all_calls)
         self._store.set(f"process/{self.rank}", pack_record(own))
 

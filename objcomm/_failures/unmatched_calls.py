@@ -13,6 +13,7 @@ thread that the end of the program cut off, or after a call in progress.
 from __future__ import annotations  # torch may be built without distributed
 
 import contextlib
+import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
@@ -176,6 +177,12 @@ def difference(mine: GroupCalls, theirs: GroupCalls) -> Verdict | None:
     return None
 
 
+def failure_here() -> BaseException | None:
+    """Return the exception that this thread handles; None also for an exit with status 0."""
+    error = sys.exc_info()[1]
+    return None if isinstance(error, SystemExit) and not error.code else error
+
+
 def take_mismatch() -> DesyncError | None:
     """Remove and return a recorded mismatch, for the caller to raise; None if all calls matched."""
     errors = list(_mismatches.values())
@@ -263,10 +270,10 @@ def _is_open(lane: Lane) -> bool:
 
 
 def _is_owed(mesh: Mesh) -> bool:
-    """Whether a thread that can still raise the verdict on the mesh has not raised it yet."""
+    """Whether no thread has raised the verdict on the mesh, or one that still can has not."""
     main = threading.main_thread()  # no longer alive while the interpreter shuts down
     lanes = tuple(mesh.lanes.values())
-    return not lanes or any(
+    return all(lane.owes for lane in lanes) or any(
         lane.owes and (lane.owner is main or lane.owner.is_alive()) for lane in lanes
     )
 

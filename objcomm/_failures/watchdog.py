@@ -605,7 +605,7 @@ def audited(left_by: str) -> Iterator[None]:
     Raises:
         DesyncError: another rank has made different calls.
     """
-    failure = sys.exc_info()[1]
+    failure = unmatched_calls.failure_here()
     _watchdogs.compare_calls(left_by, f"it left after {brief_text_of(failure)}" if failure else "")
     is_failing, failure = failure is not None, None  # keeping it would keep its frames alive
     yield

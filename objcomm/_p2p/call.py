@@ -53,7 +53,7 @@ from objcomm._wire.admission import Gate
 from objcomm._wire.failure_message import failure_message, failure_of, failures_in, raise_together
 from objcomm._wire.header import BLANK, EVERYONE, NAMES, Flag, Header, Operation, Status, made
 from objcomm._wire.message import Message
-from objcomm.errors import RankFailure, TransportError, TransportTimeout, UsageError
+from objcomm.errors import ObjcommError, RankFailure, TransportTimeout, UsageError
 
 _TAG_MAX = (1 << 32) - 1
 _OFFERED, _ON_DEVICE = int(Flag.OFFERED), int(Flag.ON_DEVICE)  # ``&`` on an IntFlag costs 0.7 µs
@@ -683,6 +683,25 @@ class Receive(P2PCall):
         src = self.group.ranks[arrival.peer]
         return Envelope(src, arrival.peer, arrival.tag, arrival.nbytes)
 
+    def check_can_come(self, own: Send | None = None) -> None:
+        """Check that this rank does not wait for a message that only it could send.
+
+        Args:
+            own: a message that this rank sends before it waits.
+
+        Raises:
+            UsageError: it does, and has sent nothing.
+        """
+        group, peer, tag = self.group, self.peer, self.tag
+        if peer != group.rank and group.size > 1:
+            return
+        is_sent = own is not None and own.peer == group.rank and tag in {None, own.tag}
+        if not is_sent and self._peers.mailbox.look(peer, tag) is None:
+            raise UsageError(
+                f"{self._reported_as}: rank {group.rank} waits for a message from itself, but has "
+                "sent none; send it first"
+            )
+
     def awaited(self, *, is_probe: bool = False) -> Arrived:
         """Wait for a message.
 
@@ -690,13 +709,7 @@ class Receive(P2PCall):
             UsageError: this rank waits for itself, and has sent nothing.
             ObjcommError: no message will come; the error says why.
         """
-        group = self.group
-        is_alone = self.peer == group.rank or group.size == 1
-        if is_alone and self._peers.mailbox.look(self.peer, self.tag) is None:
-            raise UsageError(
-                f"{self._name}: rank {group.rank} waits for a message from itself, but has sent "
-                "none; send it first"
-            )
+        self.check_can_come()
         self.entry.waiter = threading.get_ident()
         request = RecvRequest(self.peer, self.tag, is_probe=is_probe)
         try:
@@ -776,6 +789,7 @@ class Receive(P2PCall):
         entry.unmatched = functools.partial(mailbox.unmatched, request)
         self._lanes = [lane for _, _, lane in admitted]
         if request.src is None:
+            request.on_lane = self._wait_on
             request.among = frozenset(pair.peer for pair, _, _ in admitted)
         for lane in self._lanes:
             lane.begin(entry, self._deadline)
@@ -789,6 +803,11 @@ class Receive(P2PCall):
             ended = pair.listen(mesh)
             if ended is not None:
                 mailbox.withdraw(request, ended)
+
+    def _wait_on(self, lane: Lane) -> None:
+        """Show the watchdog the wait on one more lane; it skips those of ended connections."""
+        self._lanes = [*self._lanes, lane]
+        lane.p2p_calls.add(self.entry)
 
     def _admitted(self) -> list[tuple[Pair, Mesh, Lane]]:
         """Return the connections to the ranks that may serve a request."""
@@ -814,9 +833,7 @@ class Receive(P2PCall):
         self._peers.mailbox.withdraw(request, verdict)
 
     def _end_wait(self) -> None:
-        self._is_wait_over = True
-        if self._alarm is not None:
-            self._lift_limit()
+        self._lift_limit()
         # The history keeps the entry; these functions would keep the message.
         self.entry.withdraw, self.entry.unmatched = _ignore, None
         for lane in self._lanes:
@@ -879,17 +896,21 @@ class Receive(P2PCall):
         This happens before anything else can fail, because the sender waits for nothing else.
         """
         self.entry.withdraw = None
-        self._deadline.leave(_TRANSFER_SECONDS)
+        self._extend_limit()
         exchange = self._joined(mesh, lane, self.entry.header.sequence)
-        # If the sender is gone, the next call reports it.
-        with contextlib.suppress(TransportError), exchange:
+        # The message is here even if the connection has ended; the next call reports that.
+        with contextlib.suppress(ObjcommError), exchange:
             self._say(Operation.TAKE, exchange)
+
+    def _extend_limit(self) -> None:
+        """Give a message that has begun to arrive the call's time again."""
+        self._deadline.leave(max(self._deadline.seconds, _TRANSFER_SECONDS))
 
     def _taken_in(self, raw: bytes, header: Header, peer: int, mesh: Mesh, lane: Lane) -> Message:
         """Take in the rest of a message whose first part has arrived."""
         self.entry.is_served = True
         self.entry.withdraw = None  # the sender waits, too: only both together can end this
-        self._deadline.leave(_TRANSFER_SECONDS)
+        self._extend_limit()
         exchange = self._joined(mesh, lane, header.sequence)
         stream = stream_beside(after_current=False) if header.flags & _ON_DEVICE else None
         # Memory for the received data belongs to that stream, so using it waits for no other one.

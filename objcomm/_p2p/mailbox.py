@@ -96,6 +96,8 @@ class RecvRequest:
         arrival: the message that was found.
         verdict: why no message will come.
         number: its number in the mailbox, in the order in which requests were added; -1 before.
+        on_lane: called with the lane of a new connection over which the message may come, while the
+            mailbox is locked.
         on_end: called once when ``arrival`` or ``verdict`` is set, on any thread, possibly during a
             step of a link. Must not raise. Returns False if the message can't be taken; the next
             request then gets it.
@@ -121,6 +123,7 @@ class RecvRequest:
         self.tag = tag
         self.is_probe = is_probe
         self.among: frozenset[int] | None = None
+        self.on_lane: Callable[[Lane], object] | None = None
         self.arrival: Arrived | None = None
         self.verdict: Verdict | None = None
         self.number = -1
@@ -232,18 +235,22 @@ class Mailbox:
         self._refused: set[int] = set()  # peers with a message that the limit held back
         self._dropped: deque[Arrived] = deque()  # taken out, and to be given back
 
-    def expect(self, peer: int, source: object, prompt: Callable[[], object]) -> None:
+    def expect(self, peer: int, source: object, prompt: Callable[[], object], lane: Lane) -> None:
         """Note that a rank can send, over its first connection or a new one.
 
         Args:
             peer: that rank.
             source: its new connection; a report that an older one has ended is ignored from now on.
             prompt: makes that connection ask again whether there is room.
+            lane: the lane on which it sends; requests for any rank wait on it from now on.
         """
         with self._lock:
             self._sources[peer] = source
             self._prompts[peer] = prompt
             self._expected.add(peer)
+            for each in self._requests.all():
+                if each.on_lane is not None and each.counts_on(peer):
+                    each.on_lane(lane)
 
     def check_uninterrupted(self) -> None:
         """Check that a call on this thread can use the mailbox.
@@ -265,6 +272,11 @@ class Mailbox:
         with self._lock:
             waiting = self._requests.under(*_patterns(peer, tag))
             return any(not each.is_probe for each in waiting)
+
+    def is_awaited(self, peer: int) -> bool:
+        """Return whether a request for any rank waits for ``peer``, too."""
+        with self._lock:
+            return any(each.counts_on(peer) for each in self._requests.all())
 
     def poll(self, request: RecvRequest) -> Arrived | None:
         """Give ``request`` a message that has arrived, as ``meet`` does.

@@ -1,6 +1,7 @@
 """Point-to-point messages: send and receive, and probes for messages that have arrived."""
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from objcomm._calls.group import Group
@@ -438,6 +439,7 @@ def sendrecv(
         src, group_src, incoming_tag, group, timeout, **options, reported_as="sendrecv"
     )
     incoming.has_envelope = with_envelope
+    incoming.check_can_come(outgoing)
     sending = outgoing.launch(obj, is_kept=False)
     try:
         received = incoming.run()
@@ -663,7 +665,9 @@ class Message:
             return False
         return True
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing():  # the names of modules may already be None
+            return
         for group, mailbox, arrival in getattr(self, "_held", ()):
             if arrival.mesh is None or not group.is_of_the_parent:
                 mailbox.drop(arrival)

@@ -252,13 +252,12 @@ class Pair:
         arriving: receives the rest of incomplete messages that no thread waits for.
     """
 
-    def __init__(self, channel: Channel, peer: int, rank: int, peers: Peers) -> None:
+    def __init__(self, channel: Channel, peer: int, peers: Peers) -> None:
         """Create the pair; a connection is made later.
 
         Args:
             channel: connects the two ranks.
-            peer: the other rank; a rank within the group, as is ``rank``.
-            rank: this rank.
+            peer: the other rank, within the group.
             peers: this rank's state for the group.
         """
         self.peer = peer
@@ -267,7 +266,6 @@ class Pair:
         self.leaving = SerialQueue(peers.pool)
         self.arriving = SerialQueue(peers.pool)
         self._channel = channel
-        self._rank = rank
         self._mailbox = peers.mailbox
         self._lock = guard()
         self._change = Alone("a call with the same rank")
@@ -283,6 +281,11 @@ class Pair:
             UsageError: the group was destroyed.
         """
         mesh, lane = self._channel.admit(operation, "", self.order)
+        self._expect_from(mesh, lane)
+        return mesh, lane
+
+    def _expect_from(self, mesh: Mesh, lane: Lane) -> None:
+        """Prepare for what the other rank sends over a connection."""
         arrivals = self._arrivals
         if arrivals is None or arrivals.mesh is not mesh:
             with self._lock, self._change:
@@ -291,8 +294,15 @@ class Pair:
                 if former is None or (former.mesh is not mesh and verdict is not None):
                     if former is not None:
                         former.fail()
-                    self._arrivals = _Arrivals(mesh, lane, self.peer, self._mailbox, former)
-        return mesh, lane
+                    again = weakref.WeakMethod(self._listen_again)
+                    self._arrivals = _Arrivals(mesh, lane, self.peer, self._mailbox, former, again)
+
+    def _listen_again(self) -> None:
+        """Listen over a new connection, for receives from any rank that still wait."""
+        with contextlib.suppress(ObjcommError, RuntimeError):  # the next call reports it
+            mesh, lane = self._channel.renew("recv", self.order)
+            self._expect_from(mesh, lane)
+            self.listen(mesh)
 
     def admit_among(self, operation: str) -> tuple[Mesh, Lane] | None:
         """Do what ``admit`` does for a call others can serve, too; None if this one never will.
@@ -308,9 +318,10 @@ class Pair:
             raise
         except ObjcommError:
             mesh = self._channel.mesh
-            if mesh is None or mesh.verdict is None or _concerns_any(mesh.verdict):
+            if mesh is None or (mesh.verdict is not None and _concerns_any(mesh.verdict)):
                 raise
-            return self.admit(operation) if mesh.can_be_replaced else None
+            is_open = mesh.verdict is None or mesh.can_be_replaced
+            return self.admit(operation) if is_open else None
 
     def enter(self, deadline: Deadline, call: CallRecord) -> tuple[Mesh, Lane]:
         """Return the mesh and lane; wait until the other rank has connected.
@@ -337,7 +348,7 @@ class Pair:
         """
         arrivals = self._arrivals
         if arrivals is None or arrivals.mesh is not mesh:
-            return mesh.verdict  # its replacement has ended all requests
+            return mesh.verdict  # its replacement has ended the requests for that rank
         if not arrivals.is_begun:
             mesh.begin_meeting(self._channel.store(), Deadline(FOREVER_SECONDS))
             arrivals.begin()
@@ -404,7 +415,7 @@ class Peers:
         pair = self._pairs.get(peer)
         if pair is None:
             channel = group.channel((min(peer, group.rank), max(peer, group.rank)))
-            made = Pair(channel, peer, group.rank, self)
+            made = Pair(channel, peer, self)
             pair = self._pairs.setdefault(peer, made)
         return pair
 
@@ -432,8 +443,14 @@ class _Arrivals:
         is_begun: whether a thread attends to the connection.
     """
 
-    def __init__(
-        self, mesh: Mesh, lane: Lane, peer: int, mailbox: Mailbox, former: _Arrivals | None
+    def __init__(  # noqa: PLR0917  # all from the pair
+        self,
+        mesh: Mesh,
+        lane: Lane,
+        peer: int,
+        mailbox: Mailbox,
+        former: _Arrivals | None,
+        listen_again: Callable[[], Callable[[], None] | None],
     ) -> None:
         """Register with the mailbox; ``begin`` starts to receive.
 
@@ -443,6 +460,7 @@ class _Arrivals:
             peer: the sender.
             mailbox: where messages are put.
             former: the arrivals of the previous connection.
+            listen_again: a weak reference to the function that listens over the next connection.
         """
         self.mesh = mesh
         self.offers = Offers(mesh, peer)
@@ -450,13 +468,14 @@ class _Arrivals:
         self._lane = lane
         self._peer = peer
         self._mailbox = mailbox
+        self._listen_again = listen_again
         self._thread = OnceThread(_LISTENER)
         self._former = None if former is None else former._thread  # noqa: SLF001  # its own class
         self._settings = chosen = settings()
         self._keyless = Gate(replace(chosen, secret=None), "", mesh.rank)
         # Not a bound method: the mailbox would hold this object, and the cycle would keep
         # connections open.
-        mailbox.expect(peer, mesh, partial(_prompt, weakref.ref(mesh), peer))
+        mailbox.expect(peer, mesh, partial(_prompt, weakref.ref(mesh), peer), lane)
 
     def begin(self) -> None:
         """Start an attending thread, unless there is one; it does not keep the group alive.
@@ -502,6 +521,11 @@ class _Arrivals:
         except BaseException as error:  # noqa: BLE001  # this thread must not end silently
             mesh.settle(proposal_for(error, mesh.rank))
         self.fail()
+        has_left = mesh.verdict is None or mesh.verdict.reason in FAREWELLS
+        if mesh.can_be_replaced and not has_left and self._mailbox.is_awaited(peer):
+            listen_again = self._listen_again()
+            if listen_again is not None:
+                listen_again()
 
     def _accept(self, raw: bytes) -> bool:
         """Put a message into the mailbox; return False if there is no room.

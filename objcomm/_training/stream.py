@@ -392,10 +392,11 @@ class Stream(Generic[T]):
         self._is_async = True
         await self._leave()
 
-    def __del__(self) -> None:
-        # The other ranks wait, unless this process is only a fork of the rank.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # The other ranks wait, unless this process is only a fork of the rank. While the
+        # interpreter ends, the names of modules may already be None.
         is_open = getattr(self, "_feeds", None) and not self._is_over
-        if is_open and not sys.is_finalizing() and not self._group.is_of_the_parent:
+        if is_open and not is_finalizing() and not self._group.is_of_the_parent:
             self.close()
 
     async def _advance(self) -> None:

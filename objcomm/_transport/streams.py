@@ -134,7 +134,7 @@ class StreamLink:
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Explicitly, or the user would see Python's warnings about unclosed sockets. While the
-        # interpreter ends, this module's global names may already be None.
+        # interpreter ends, the names of modules may already be None.
         connections = list(getattr(self, "_connections", {}).values())
         if not is_finalizing() and getattr(self, "_pid", 0) == os.getpid():
             far = [each for each in connections if each.is_far and not each.peer.ended]

@@ -241,9 +241,9 @@ class Ticket:
         return self.turn.wait(seconds)
 
     def leave(self) -> None:
-        """Leave the place, so that the next one can proceed; further calls have no effect."""
-        if self._order.places.pop(self, self) is None:  # the place was still taken
-            self._order.admit()
+        """Leave the place, so that the next one can proceed; may be repeated."""
+        self._order.places.pop(self, None)
+        self._order.admit()  # each time, because Ctrl-C may have interrupted it the first time
 
     def __enter__(self) -> Self:
         self.owner = threading.get_ident()

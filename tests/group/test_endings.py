@@ -39,6 +39,14 @@ _WITH_ROOT = {
     "run_on_main": "objcomm.run_on_main(int, rank={root})",
 }
 
+# A thread that has ended before its program does.
+_IN_A_THREAD = """
+import threading
+thread = threading.Thread(target=lambda: objcomm.broadcast('x', src=rank))
+thread.start()
+thread.join()
+"""
+
 LINKS: dict[str, Mapping[str, str]] = {"streams": {}, "Gloo": on.OVER_GLOO}
 
 
@@ -89,6 +97,8 @@ def test_ranks_that_made_different_last_calls_do_not_all_end_well() -> None:
         "objcomm.barrier()\nif rank: objcomm.gather(1)\ndist.destroy_process_group()",
         "half = objcomm.dup()\nobjcomm.broadcast('x', src=rank, group=half)",
         f"{idle}\nif rank == 0: objcomm.broadcast('x')\nelse: time.sleep(0.5)",
+        f"{_IN_A_THREAD}\ntime.sleep(1)",
+        "try:\n  objcomm.broadcast('x', src=rank)\n  raise SystemExit\nfinally: objcomm.shutdown()",
     ]
     # While the program keeps its destroyed group, only the watchdog closes the connections.
     keeping = (
@@ -97,6 +107,15 @@ def test_ranks_that_made_different_last_calls_do_not_all_end_well() -> None:
     vanishing = "objcomm.barrier()\nobjcomm.gather(1)\nos._exit(0)"  # compares nothing
     cases.append(("a call in a destroyed group that is kept", [keeping, vanishing]))
     _check_bad([*cases, *((body, [body, body]) for body in bodies)])
+
+
+def test_calls_on_many_groups_are_compared() -> None:
+    groups = "groups = [objcomm.dup() for _ in range(17)]"
+    body = f"{groups}\nfor each in groups: objcomm.barrier(group=each)"
+    same, other = f"{body}\nobjcomm.barrier()", f"{body}\nobjcomm.broadcast('x', src=rank)"
+    well, badly = run_to_the_end([Program([each] * 2, on.OVER_GLOO) for each in (same, other)])
+    assert _all(well) == [0, 0]
+    assert any(_all(badly))
 
 
 def test_both_lines_are_named_and_a_ranks_own_error_stays() -> None:
@@ -184,6 +203,10 @@ _WELL = [
     "half = objcomm.split(rank % 2)\nif rank % 2: objcomm.barrier(group=half)",
     "import atexit\natexit.register(lambda: objcomm.broadcast('x'))",
     "objcomm.send('x', 0) if rank else [objcomm.recv() for _ in range(1, world)]",
+    # Kept until the interpreter ends.
+    "kept = objcomm.broadcast('x', async_op=True)\nwhile not kept.done(): time.sleep(0.01)",
+    "objcomm.send(1, (rank + 1) % world)\nkept = objcomm.mprobe()\nobjcomm.barrier()",
+    "kept = objcomm.stream(range(10) if rank == 0 else None)\nnext(iter(kept))",
 ]
 
 

@@ -17,8 +17,17 @@ import pytest
 import torch.distributed as dist
 
 import objcomm
-from objcomm import BrokenGroupError, CollectiveError, DecodeError, TransportError, TransportTimeout
+from objcomm import (
+    BrokenGroupError,
+    CollectiveError,
+    DecodeError,
+    TransportError,
+    TransportTimeout,
+    UsageError,
+)
+from objcomm._algorithms.exchange import Exchange
 from objcomm._failures import watchdog
+from objcomm._p2p.call import Receive
 from objcomm._transport.streams import StreamLink
 from objcomm._transport.threads import ThreadPool
 from tests.group.helpers import (
@@ -67,6 +76,116 @@ def test_an_object_that_cannot_be_encoded_raises_on_both_ranks(kind: str) -> Non
         error = error_in(CollectiveError, lambda: receive(0))
     assert list(error.failures) == [0]
     assert "not this one" in str(error)
+    assert_all_works()
+
+
+def send_large(dst: int, group: Any = None) -> None:
+    """Send what `refuse_large` of the receiver refuses, which ends the pair's connection."""
+    error_in(CollectiveError, lambda: objcomm.send(LARGE, dst, codec="pickle", group=group))
+
+
+def refuse_large(src: int, group: Any = None) -> None:
+    """Refuse what `send_large` sends."""
+    error_in(DecodeError, lambda: objcomm.recv(src, accept=["msgpack"], group=group))
+
+
+@ranks(3)
+def test_a_receive_from_any_rank_hears_a_rank_whose_connection_has_ended() -> None:
+    waiting: Any = None if here().rank else objcomm.irecv(tag=5)
+    objcomm.barrier()
+    if here().rank == 0:
+        refuse_large(1)
+        assert waiting.wait(PATIENCE_S) == "heard"
+    elif here().rank == 1:
+        send_large(0)
+        objcomm.send("heard", 0, tag=5)
+    assert_all_works()
+
+
+@ranks(3)
+def test_a_receive_from_any_rank_keeps_its_timeout_when_all_connections_are_new() -> None:
+    if here().rank == 0:
+        waiting = objcomm.irecv(tag=5, timeout=3)
+        for peer in (1, 2):
+            refuse_large(peer)
+            assert objcomm.recv(peer) == "again"
+        error_in(TransportTimeout, partial(waiting.wait, PATIENCE_S))
+    else:
+        send_large(0)
+        objcomm.send("again", 0)
+    assert_all_works()
+
+
+@ranks(2)
+def test_a_message_is_received_although_its_sender_cannot_be_told() -> None:
+    with pair_that_has_met() as group:
+        if here().rank == 0:
+            tell = Receive._report_received  # noqa: SLF001  # held up here
+
+            def tell_late(self: Any, mesh: Any, lane: Any) -> None:
+                say("refuse")
+                wait_until(lambda: mesh.verdict is not None, "the end of the connection")
+                tell(self, mesh, lane)
+
+            sending = objcomm.isend(LARGE, 1, codec="pickle", group=group)
+            objcomm.probe(1, tag=1, group=group)
+            with mock.patch.object(Receive, "_report_received", tell_late):
+                assert objcomm.recv(1, tag=1, group=group) == "here"
+            error_in(CollectiveError, sending.wait)
+        else:
+            sending = objcomm.issend("here", 0, tag=1, group=group)
+            hear("refuse")
+            refuse_large(0, group)
+            error_in(CollectiveError, sending.wait)
+    assert_all_works()
+
+
+@ranks(2)
+def test_sendrecv_from_itself_raises_before_anything_is_sent() -> None:
+    rank = here().rank
+    other = 1 - rank
+    error_in(UsageError, lambda: objcomm.sendrecv("unsent", other, rank), match=r"^sendrecv: rank")
+    assert objcomm.sendrecv("sent", other, other) == "sent"
+    assert_all_works()
+
+
+@ranks(2)
+def test_a_large_message_that_begins_late_gets_the_receives_time_again() -> None:
+    with pair_that_has_met() as group:
+        if here().rank == 0:
+            take_in = Receive._taken_in  # noqa: SLF001  # likewise
+
+            def take_in_late(self: Any, *given: Any) -> Any:
+                self._deadline.remaining = 0.1
+                return take_in(self, *given)
+
+            with mock.patch.object(Receive, "_taken_in", take_in_late):
+                assert objcomm.recv(1, group=group, timeout=PATIENCE_S) == LARGE
+        else:
+            send_rest = Exchange.send_rest
+
+            def send_rest_late(self: Any, *given: Any) -> None:
+                time.sleep(3)  # more than the 2 s that each such message gets
+                send_rest(self, *given)
+
+            with mock.patch.object(Exchange, "send_rest", send_rest_late):
+                objcomm.send(LARGE, 0, group=group)
+    assert_all_works()
+
+
+@ranks(2)
+def test_waits_that_time_out_leave_nothing_in_a_work() -> None:
+    assert_all_works()  # so that waiting moves the connection
+    if here().rank == 0:
+        work = objcomm.irecv(1, tag=9)
+        for _ in range(3):
+            error_in(TimeoutError, partial(work.wait, 0.3))
+        assert work._signals == []  # noqa: SLF001  # nothing public shows it
+        say("waited")
+        assert work.wait() == "late"
+    else:
+        hear("waited")
+        objcomm.send("late", 0, tag=9)
     assert_all_works()
 
 

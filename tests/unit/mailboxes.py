@@ -1,16 +1,19 @@
 """Mailboxes, and requests for their messages."""
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._p2p.mailbox import Arrived, Mailbox, RecvRequest
+from objcomm._transport.lane import Lane
 
 LOST = Verdict.of(Cause.LOST, ranks=(1,), reason="it died")
 DESYNC = Verdict.of(Cause.DESYNC, reason="each waits for another")
 FAILED = Verdict.of(Cause.FAILED)
 #: Represents a connection to rank 1.
 FIRST = object()
+LANE = Lane("", 0, threading.main_thread())
 
 
 def arrival(peer: int, tag: int = 0, obj: Any = None) -> Arrived:
@@ -44,7 +47,7 @@ class Asked:
 
 def filled(*arrivals: Arrived) -> Mailbox:
     box = Mailbox(0, 4)
-    box.expect(1, FIRST, lambda: None)
+    box.expect(1, FIRST, lambda: None, LANE)
     for each in arrivals:
         box.deliver(each)
     return box

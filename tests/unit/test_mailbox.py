@@ -14,7 +14,18 @@ from objcomm._failures.verdict import Cause, Verdict
 from objcomm._p2p import mailbox as module
 from objcomm._p2p.mailbox import Arrived, Mailbox, RecvRequest
 from objcomm._wire.header import Header, Operation
-from tests.unit.mailboxes import DESYNC, FAILED, FIRST, LOST, Asked, arrival, ask, filled, poll
+from tests.unit.mailboxes import (
+    DESYNC,
+    FAILED,
+    FIRST,
+    LANE,
+    LOST,
+    Asked,
+    arrival,
+    ask,
+    filled,
+    poll,
+)
 from tests.waits import wait_until
 
 
@@ -191,7 +202,7 @@ def test_a_failure_ends_requests_to_that_rank_or_to_any() -> None:
 def test_a_request_to_any_rank_ends_when_the_last_rank_has_failed() -> None:
     box = filled()
     for peer in (2, 3):
-        box.expect(peer, FIRST, lambda: None)
+        box.expect(peer, FIRST, lambda: None, LANE)
     asked = ask(box)
     for peer in (3, 1):
         box.fail(peer, FIRST, LOST, is_for_any=False)
@@ -203,7 +214,7 @@ def test_a_request_to_any_rank_ends_when_the_last_rank_has_failed() -> None:
 def test_an_end_that_was_known_before_a_request_does_not_end_it() -> None:
     """Two threads report the end: the first to find it, and a moment later the connection's own."""
     box = filled()
-    box.expect(2, FIRST, lambda: None)
+    box.expect(2, FIRST, lambda: None, LANE)
     first = ask(box)
     box.fail(1, FIRST, LOST, is_for_any=True)
     assert first.request.verdict is LOST
@@ -216,10 +227,21 @@ def test_an_end_that_was_known_before_a_request_does_not_end_it() -> None:
     assert second.request.verdict is LOST
 
 
+def test_only_requests_for_any_rank_wait_on_the_lane_of_a_new_connection() -> None:
+    box = filled()
+    lanes: dict[int | None, list[object]] = {None: [], 1: [], 2: []}
+    for src, got in lanes.items():
+        asked = Asked(src)
+        asked.request.on_lane = got.append
+        box.ask(asked.request)
+    box.expect(1, object(), lambda: None, LANE)
+    assert lanes == {None: [LANE], 1: [], 2: []}
+
+
 def test_the_end_of_an_earlier_connection_does_not_count() -> None:
     box = filled()
     second = object()
-    box.expect(1, second, lambda: None)
+    box.expect(1, second, lambda: None, LANE)
     box.deliver(arrival(1, 0, "new"))
     asked = ask(box, 1, 5)
     box.fail(1, FIRST, LOST, is_for_any=True)
@@ -385,7 +407,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Full:
     """A mailbox without room for rank 1, and what it calls when there is some."""
     monkeypatch.setattr(module, "_KEPT_MAX_NBYTES", 10)
     box, prompt = filled(Arrived(1, 7, 0, raw=bytes(40))), mock.Mock()
-    box.expect(1, FIRST, prompt)
+    box.expect(1, FIRST, prompt, LANE)
     assert not box.has_room(1)
     return box, prompt
 

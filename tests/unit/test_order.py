@@ -43,6 +43,16 @@ def without_threads() -> Any:
     return mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no threads"))
 
 
+def test_a_place_that_is_left_again_after_an_interrupt_lets_the_next_one_in() -> None:
+    order = TicketQueue()
+    first, second = placed(order), placed(order)
+    interrupted = mock.patch.object(TicketQueue, "admit", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        first.leave()
+    first.leave()
+    assert second.enter(0)
+
+
 def test_places_are_entered_in_the_order_in_which_they_were_taken() -> None:
     order = TicketQueue()
     places = [placed(order) for _ in range(20)]
