@@ -378,7 +378,9 @@ class Work(Generic[T_co]):
         if signal is None:
             return self._ended
         self._signals.append(signal)
-        return self._ended if self.done() else signal
+        if self.done():
+            signal.set()
+        return signal
 
     def _must_be_done(self) -> None:
         if not self.done():
@@ -405,18 +407,21 @@ class Work(Generic[T_co]):
         return self._future.exception() if self.done() else None
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # While the interpreter ends, the names of modules may already be None.
-        if is_finalizing() or getattr(self, "_is_asked", True) or not hasattr(self, "_future"):
+        if getattr(self, "_is_asked", True) or not hasattr(self, "_future"):
             return
-        error = self._error()
-        ending = "" if error is None else f", and ended by {text_of(error)}"
-        file, _, line = self.call_site.rpartition(":")
-        warnings.warn_explicit(
-            f"{self.operation} was started here but never waited for{ending}",
-            RuntimeWarning,
-            file,
-            int(line),
-        )
+        try:
+            error = self._error()
+            ending = "" if error is None else f", and ended by {text_of(error)}"
+            file, _, line = self.call_site.rpartition(":")
+            warnings.warn_explicit(
+                f"{self.operation} was started here but never waited for{ending}",
+                RuntimeWarning,
+                file,
+                int(line),
+            )
+        except (AttributeError, TypeError):  # the names of modules may already be None
+            if not is_finalizing():
+                raise
 
 
 # At most this many works show which thread waits for them: it is set again at each completion.

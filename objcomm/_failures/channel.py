@@ -140,19 +140,6 @@ class Channel:
             lane = self._taken(operation, mesh, lane_name)
         return mesh, lane
 
-    def renew(self, operation: str, order: TicketQueue) -> tuple[Mesh, Lane]:
-        """Do what ``admit`` does, but leave a verdict to the next call, which raises it.
-
-        Raises:
-            BrokenGroupError: an earlier error has closed the connections for good.
-            UsageError: the group is destroyed.
-        """
-        with self._lock, self._change:
-            mesh = self._mesh
-            if mesh is None or mesh.verdict is not None:
-                mesh = self._mesh = self._renewed(operation, mesh)
-        return mesh, self._taken(operation, mesh, "", order)
-
     def connect(
         self,
         mesh: Mesh,

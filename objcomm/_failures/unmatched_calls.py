@@ -133,10 +133,11 @@ def publish_and_compare(comparisons: Sequence[Comparison], board: Board) -> None
     A rank that leaves because of an error only publishes, for the ranks that wait for it.
     """
     board.publish_calls([each.mine for each in comparisons])
-    for mesh, mine, is_any_closed in comparisons:
-        if mine.failure:
-            continue
-        silent = contextlib.suppress(StoreSilentError, RuntimeError)  # the store may be gone
+    compared = [each for each in comparisons if not each.mine.failure]
+    silent = contextlib.suppress(StoreSilentError, RuntimeError)  # the store may be gone
+    with silent:  # once for all: the records contain the calls on all groups
+        board.learn({mesh.ranks[peer] for mesh, _, _ in compared for peer in _compared_to(mesh)})
+    for mesh, mine, is_any_closed in compared:
         with logged("could not check whether all ranks made the same calls"), silent:
             found = _difference_to_others(board, mesh, mine, is_any_closed=is_any_closed)
             if found is not None:
@@ -149,13 +150,16 @@ def _difference_to_others(
     verdict = board.look(mesh.nonce) if is_any_closed else None
     if verdict is not None and verdict.reason not in FAREWELLS:
         return verdict if verdict.cause is Cause.DESYNC else None
-    lowest = mesh.members[0]
-    peers = mesh.others if mesh.rank == lowest else (lowest,)
-    board.learn(mesh.ranks[peer] for peer in peers)
     processes = mesh.board_thread.processes
-    theirs = [processes.calls_of(mesh.ranks[peer], mesh.number) for peer in peers]
+    theirs = [processes.calls_of(mesh.ranks[peer], mesh.number) for peer in _compared_to(mesh)]
     ended = [each for each in theirs if each is not None and not each.failure]
     return next(filter(None, (difference(mine, each) for each in ended)), None)
+
+
+def _compared_to(mesh: Mesh) -> Sequence[int]:
+    """Return the members whose calls this rank compares with its own."""
+    lowest = mesh.members[0]
+    return mesh.others if mesh.rank == lowest else (lowest,)
 
 
 def difference(mine: GroupCalls, theirs: GroupCalls) -> Verdict | None:
@@ -178,9 +182,10 @@ def difference(mine: GroupCalls, theirs: GroupCalls) -> Verdict | None:
 
 
 def failure_here() -> BaseException | None:
-    """Return the exception that this thread handles; None also for an exit with status 0."""
+    """Return the exception that this thread handles, unless it is an exit with status 0."""
     error = sys.exc_info()[1]
-    return None if isinstance(error, SystemExit) and not error.code else error
+    is_normal = isinstance(error, SystemExit) and (error.code is None or error.code == 0)
+    return None if is_normal else error
 
 
 def take_mismatch() -> DesyncError | None:
@@ -270,7 +275,7 @@ def _is_open(lane: Lane) -> bool:
 
 
 def _is_owed(mesh: Mesh) -> bool:
-    """Whether no thread has raised the verdict on the mesh, or one that still can has not."""
+    """Whether the verdict has yet to be raised: by any thread, or by one that still can."""
     main = threading.main_thread()  # no longer alive while the interpreter shuts down
     lanes = tuple(mesh.lanes.values())
     return all(lane.owes for lane in lanes) or any(

@@ -684,18 +684,18 @@ class Receive(P2PCall):
         return Envelope(src, arrival.peer, arrival.tag, arrival.nbytes)
 
     def check_can_come(self, own: Send | None = None) -> None:
-        """Check that this rank does not wait for a message that only it could send.
+        """Check that a message that only this rank can send has been sent.
 
         Args:
-            own: a message that this rank sends before it waits.
+            own: a message that this rank sends before it waits; it checks its own arguments.
 
         Raises:
-            UsageError: it does, and has sent nothing.
+            UsageError: it has not.
         """
         group, peer, tag = self.group, self.peer, self.tag
         if peer != group.rank and group.size > 1:
             return
-        is_sent = own is not None and own.peer == group.rank and tag in {None, own.tag}
+        is_sent = own is not None and own.peer in {None, group.rank} and tag in {None, own.tag}
         if not is_sent and self._peers.mailbox.look(peer, tag) is None:
             raise UsageError(
                 f"{self._reported_as}: rank {group.rank} waits for a message from itself, but has "
@@ -898,9 +898,12 @@ class Receive(P2PCall):
         self.entry.withdraw = None
         self._extend_limit()
         exchange = self._joined(mesh, lane, self.entry.header.sequence)
-        # The message is here even if the connection has ended; the next call reports that.
-        with contextlib.suppress(ObjcommError), exchange:
-            self._say(Operation.TAKE, exchange)
+        try:
+            with exchange:
+                self._say(Operation.TAKE, exchange)
+        except ObjcommError:
+            # The message is here all the same; the next call raises what ended the connection.
+            lane.owes = mesh.can_be_replaced
 
     def _extend_limit(self) -> None:
         """Give a message that has begun to arrive the call's time again."""

@@ -273,11 +273,6 @@ class Mailbox:
             waiting = self._requests.under(*_patterns(peer, tag))
             return any(not each.is_probe for each in waiting)
 
-    def is_awaited(self, peer: int) -> bool:
-        """Return whether a request for any rank waits for ``peer``, too."""
-        with self._lock:
-            return any(each.counts_on(peer) for each in self._requests.all())
-
     def poll(self, request: RecvRequest) -> Arrived | None:
         """Give ``request`` a message that has arrived, as ``meet`` does.
 

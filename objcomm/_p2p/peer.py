@@ -281,11 +281,6 @@ class Pair:
             UsageError: the group was destroyed.
         """
         mesh, lane = self._channel.admit(operation, "", self.order)
-        self._expect_from(mesh, lane)
-        return mesh, lane
-
-    def _expect_from(self, mesh: Mesh, lane: Lane) -> None:
-        """Prepare for what the other rank sends over a connection."""
         arrivals = self._arrivals
         if arrivals is None or arrivals.mesh is not mesh:
             with self._lock, self._change:
@@ -294,15 +289,8 @@ class Pair:
                 if former is None or (former.mesh is not mesh and verdict is not None):
                     if former is not None:
                         former.fail()
-                    again = weakref.WeakMethod(self._listen_again)
-                    self._arrivals = _Arrivals(mesh, lane, self.peer, self._mailbox, former, again)
-
-    def _listen_again(self) -> None:
-        """Listen over a new connection, for receives from any rank that still wait."""
-        with contextlib.suppress(ObjcommError, RuntimeError):  # the next call reports it
-            mesh, lane = self._channel.renew("recv", self.order)
-            self._expect_from(mesh, lane)
-            self.listen(mesh)
+                    self._arrivals = _Arrivals(mesh, lane, self.peer, self._mailbox, former)
+        return mesh, lane
 
     def admit_among(self, operation: str) -> tuple[Mesh, Lane] | None:
         """Do what ``admit`` does for a call others can serve, too; None if this one never will.
@@ -318,10 +306,9 @@ class Pair:
             raise
         except ObjcommError:
             mesh = self._channel.mesh
-            if mesh is None or (mesh.verdict is not None and _concerns_any(mesh.verdict)):
+            if mesh is None or mesh.verdict is None or _concerns_any(mesh.verdict):
                 raise
-            is_open = mesh.verdict is None or mesh.can_be_replaced
-            return self.admit(operation) if is_open else None
+            return self.admit(operation) if mesh.can_be_replaced else None
 
     def enter(self, deadline: Deadline, call: CallRecord) -> tuple[Mesh, Lane]:
         """Return the mesh and lane; wait until the other rank has connected.
@@ -443,14 +430,8 @@ class _Arrivals:
         is_begun: whether a thread attends to the connection.
     """
 
-    def __init__(  # noqa: PLR0917  # all from the pair
-        self,
-        mesh: Mesh,
-        lane: Lane,
-        peer: int,
-        mailbox: Mailbox,
-        former: _Arrivals | None,
-        listen_again: Callable[[], Callable[[], None] | None],
+    def __init__(
+        self, mesh: Mesh, lane: Lane, peer: int, mailbox: Mailbox, former: _Arrivals | None
     ) -> None:
         """Register with the mailbox; ``begin`` starts to receive.
 
@@ -460,7 +441,6 @@ class _Arrivals:
             peer: the sender.
             mailbox: where messages are put.
             former: the arrivals of the previous connection.
-            listen_again: a weak reference to the function that listens over the next connection.
         """
         self.mesh = mesh
         self.offers = Offers(mesh, peer)
@@ -468,7 +448,6 @@ class _Arrivals:
         self._lane = lane
         self._peer = peer
         self._mailbox = mailbox
-        self._listen_again = listen_again
         self._thread = OnceThread(_LISTENER)
         self._former = None if former is None else former._thread  # noqa: SLF001  # its own class
         self._settings = chosen = settings()
@@ -521,11 +500,6 @@ class _Arrivals:
         except BaseException as error:  # noqa: BLE001  # this thread must not end silently
             mesh.settle(proposal_for(error, mesh.rank))
         self.fail()
-        has_left = mesh.verdict is None or mesh.verdict.reason in FAREWELLS
-        if mesh.can_be_replaced and not has_left and self._mailbox.is_awaited(peer):
-            listen_again = self._listen_again()
-            if listen_again is not None:
-                listen_again()
 
     def _accept(self, raw: bytes) -> bool:
         """Put a message into the mailbox; return False if there is no room.

@@ -243,7 +243,7 @@ class Ticket:
     def leave(self) -> None:
         """Leave the place, so that the next one can proceed; may be repeated."""
         self._order.places.pop(self, None)
-        self._order.admit()  # each time, because Ctrl-C may have interrupted it the first time
+        self._order.admit()  # each time: Ctrl-C may have come between the two steps
 
     def __enter__(self) -> Self:
         self.owner = threading.get_ident()

@@ -84,7 +84,7 @@ def held(descriptors_before: int = sys.maxsize) -> tuple[int, int, int, int]:
         descriptors_before: the previous number of descriptors; more of them may be some that close
             late.
     """
-    # The first error or long wait in a file keeps all its lines: some 20,000 blocks in the end.
+    # The first error or long wait in a file keeps all its lines: some 20,000 blocks in all.
     linecache.clearcache()
     gc.collect()
     expires = time.monotonic() + _SETTLE_MAX_SECONDS

@@ -93,7 +93,8 @@ class Soak:
     def __init__(self, seed: int, port: int, record: Path) -> None:
         measure.steady_allocator()
         measure.no_idle_threads()
-        # A rank's first lookup of a name imports the codec: 1,300 blocks, on a busy machine late.
+        # A rank's first lookup of a name imports the codec, which takes 1,300 blocks. On a busy
+        # machine that may be late.
         "localhost".encode("idna")
         self._seed = seed
         self._record = record / f"rank{here().rank}.jsonl"
