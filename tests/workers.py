@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -274,6 +275,11 @@ def _work(place: Place, orders: Connection, stacks: Connection, log: Path) -> No
         orders.send(report)
     if dist.is_initialized():
         dist.destroy_process_group()
+    # multiprocessing ends a process without its exit handlers. A thread that is cut off while it
+    # writes to the file of a FileStore leaves half a record, which torch 2.13 reads without end.
+    for thread in threading.enumerate():
+        if thread.name == "objcomm-board":
+            thread.join(10)  # it looks three times a second whether its world is gone
 
 
 def join(place: Place, store: str) -> None:

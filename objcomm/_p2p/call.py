@@ -903,7 +903,7 @@ class Receive(P2PCall):
                 self._say(Operation.TAKE, exchange)
         except ObjcommError:
             # The message is here all the same; the next call raises what ended the connection.
-            lane.owes = mesh.can_be_replaced
+            lane.owes |= mesh.can_be_replaced
 
     def _extend_limit(self) -> None:
         """Give a message that has begun to arrive the call's time again."""
