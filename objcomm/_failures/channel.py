@@ -172,10 +172,11 @@ class Channel:
     def retire(self) -> None:
         """Close the connections after this process has destroyed the group."""
         mesh = self._mesh
-        if mesh is None or unmatched_calls.failure_here() is not None:  # report only that
+        if mesh is None:
             return
         with logged("could not check whether all ranks made the same calls"):
-            comparison = unmatched_calls.comparison(mesh)
+            is_failing = unmatched_calls.failure_here() is not None  # only that is reported
+            comparison = None if is_failing else unmatched_calls.comparison(mesh)
             if comparison is not None:
                 mesh.board_thread.submit(
                     functools.partial(unmatched_calls.publish_and_compare, [comparison])

@@ -16,13 +16,20 @@ import contextlib
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from objcomm._failures import deadlock
 from objcomm._failures.inquiry import is_single
 from objcomm._failures.liveness import GroupCalls, LaneCalls
 from objcomm._failures.noticeboard import StoreSilentError
-from objcomm._failures.verdict import FAREWELLS, PROGRAM_ENDED, Cause, Verdict, proposal_for
+from objcomm._failures.verdict import (
+    DESTROYED,
+    FAREWELLS,
+    PROGRAM_ENDED,
+    Cause,
+    Verdict,
+    proposal_for,
+)
 from objcomm._observe.log import log, logged
 from objcomm._transport.link import LANE_BITS
 from objcomm._wire.header import Header, check_same_call, fingerprint
@@ -69,7 +76,8 @@ def close_and_check(mesh: Mesh, reason: str) -> None:
     """Close connections that are no longer needed, and record messages that no call received.
 
     Later messages are refused, so their senders raise. No message can slip between the check and
-    the close.
+    the close. Nothing is recorded if an error made this rank destroy the group: it made fewer calls
+    than the others.
 
     Args:
         mesh: the mesh to close. A mesh of two ranks, or one that never connected, is left alone.
@@ -86,6 +94,9 @@ def close_and_check(mesh: Mesh, reason: str) -> None:
         found = mismatch[1] if mismatch else _unmade(mesh)
     else:
         found = mesh.verdict
+    owners = {lane.owner.ident for lane in tuple(mesh.lanes.values())}  # the watchdog may close it
+    if reason == DESTROYED and any(map(_failure_in, {threading.get_ident(), *owners})):
+        return
     if found is not None and found.cause is Cause.DESYNC and _is_owed(mesh):
         _note(mesh, found)
     # An exit handler registered before objcomm was imported runs later and may still make calls.
@@ -183,7 +194,12 @@ def difference(mine: GroupCalls, theirs: GroupCalls) -> Verdict | None:
 
 def failure_here() -> BaseException | None:
     """Return the exception that this thread handles, unless it is an exit with status 0."""
-    error = sys.exc_info()[1]
+    return _failure_in(threading.get_ident())
+
+
+def _failure_in(thread: int | None) -> BaseException | None:
+    found: Any = sys._current_exceptions().get(thread or 0)  # noqa: SLF001  # documented by CPython
+    error: BaseException | None = found[1] if isinstance(found, tuple) else found  # Python 3.11
     is_normal = isinstance(error, SystemExit) and (error.code is None or error.code == 0)
     return None if is_normal else error
 

@@ -224,7 +224,7 @@ class Watchdog(threading.Thread):
                 entry.report_at = now + waited
                 late[mesh.board_thread].append((mesh, lane, entry))
         if is_look:
-            self._leave_destroyed()
+            self.leave_destroyed()
             self._leave_failed()
             self._look_for_the_dead_in_blocks()
             self._look_for_senders()
@@ -239,13 +239,12 @@ class Watchdog(threading.Thread):
 
     def _end_overdue(self, now: float) -> None:
         """Run the fallbacks that are due."""
-        for due, end in self._fallbacks:
-            if due <= now:
-                with logged("could not end an expired wait"):  # still run the others
-                    end()
-        self._fallbacks = [each for each in self._fallbacks if each[0] > now]
+        for fallback in [each for each in self._fallbacks if each[0] <= now]:
+            self._fallbacks.remove(fallback)  # in place: another thread may add one
+            with logged("could not end an expired wait"):  # still run the others
+                fallback[1]()
 
-    def _leave_destroyed(self) -> None:
+    def leave_destroyed(self) -> None:
         """Close the connections of groups that the program has destroyed: other ranks may wait."""
         for mesh in self._all_meshes():
             if mesh.verdict is None and mesh.link is not None and mesh.is_destroyed():
@@ -585,6 +584,10 @@ class _Watchdogs:
         if self._watchdog is not None and self._watchdog.pid == os.getpid():
             self._watchdog.compare_calls(left_by, failure)
 
+    def leave_destroyed(self) -> None:
+        if self._watchdog is not None and self._watchdog.pid == os.getpid():
+            self._watchdog.leave_destroyed()
+
 
 _watchdogs = _Watchdogs()
 
@@ -610,6 +613,7 @@ def audited(left_by: str) -> Iterator[None]:
     _watchdogs.compare_calls(left_by, f"it left after {brief_text_of(failure)}" if failure else "")
     is_failing, failure = failure is not None, None  # keeping it would keep its frames alive
     yield
+    _watchdogs.leave_destroyed()  # before this thread leaves its exception handler
     error = unmatched_calls.take_mismatch()
     if error is not None and not is_failing:
         raise error

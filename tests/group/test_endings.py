@@ -138,6 +138,30 @@ def test_both_lines_are_named_and_a_ranks_own_error_stays() -> None:
     assert failed[1].said.rstrip().endswith("ValueError: its own")
 
 
+def test_a_rank_that_leaves_because_of_an_error_is_not_out_of_step() -> None:
+    """Its own error matters, not the call that it has not made; the watchdog compares nothing."""
+    body = """
+kept = dist.group.WORLD  # so that only the watchdog closes the connections
+objcomm.barrier()
+if rank == 0: objcomm.barrier()
+time.sleep(0.5)
+try: raise ValueError
+except ValueError:
+    {leave}
+    {meanwhile}
+time.sleep(1)
+"""
+    ways = [
+        ("dist.destroy_process_group()", "time.sleep(1)"),
+        ("objcomm.shutdown()", "time.sleep(1)"),
+        ("objcomm.shutdown()", "pass"),
+    ]
+    programs = [Program([body.format(leave=way, meanwhile=then)] * 2) for way, then in ways]
+    for program, ranks in zip(programs, run_to_the_end(programs), strict=True):
+        assert _all(ranks) == [1, 0], (program, ranks)
+        assert "DesyncError" not in ranks[1].said, program
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_rank_that_left_before_a_call_is_named_with_its_last_line(world: int) -> None:
     """The error names the last call, not the closed connections that revealed the exit."""
