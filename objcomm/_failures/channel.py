@@ -19,7 +19,13 @@ from objcomm._failures.losses import end_unconnected
 from objcomm._failures.mesh import Mesh
 from objcomm._failures.noticeboard import Board, StoreSilentError
 from objcomm._failures.verdict import DESTROYED, Verdict
-from objcomm._failures.watchdog import FAREWELL_SECONDS, board_thread_of, end_elsewhere, watch
+from objcomm._failures.watchdog import (
+    FAREWELL_SECONDS,
+    board_thread_of,
+    compare_destroyed,
+    end_elsewhere,
+    watch,
+)
 from objcomm._observe.log import logged
 from objcomm._transport.lane import IN_TURNS, Lane
 from objcomm._transport.link import LANE_BITS, Deadline
@@ -174,13 +180,8 @@ class Channel:
         mesh = self._mesh
         if mesh is None:
             return
+        compare_destroyed()
         with logged("could not check whether all ranks made the same calls"):
-            is_failing = unmatched_calls.failure_here() is not None  # only that is reported
-            comparison = None if is_failing else unmatched_calls.comparison(mesh)
-            if comparison is not None:
-                mesh.board_thread.submit(
-                    functools.partial(unmatched_calls.publish_and_compare, [comparison])
-                )
             unmatched_calls.close_and_check(mesh, DESTROYED)
 
     @property

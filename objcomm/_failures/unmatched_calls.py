@@ -94,8 +94,7 @@ def close_and_check(mesh: Mesh, reason: str) -> None:
         found = mismatch[1] if mismatch else _unmade(mesh)
     else:
         found = mesh.verdict
-    owners = {lane.owner.ident for lane in tuple(mesh.lanes.values())}  # the watchdog may close it
-    if reason == DESTROYED and any(map(_failure_in, {threading.get_ident(), *owners})):
+    if reason == DESTROYED and is_failing(mesh):
         return
     if found is not None and found.cause is Cause.DESYNC and _is_owed(mesh):
         _note(mesh, found)
@@ -190,6 +189,12 @@ def difference(mine: GroupCalls, theirs: GroupCalls) -> Verdict | None:
             reason = deadlock.difference(here.last, there.last)
         return Verdict.of(Cause.DESYNC, reason=reason, positions=(here.last, there.last))
     return None
+
+
+def is_failing(mesh: Mesh) -> bool:
+    """Whether the calling thread, or one that uses the mesh, handles an exception."""
+    owners = {lane.owner.ident for lane in tuple(mesh.lanes.values())}
+    return any(map(_failure_in, {threading.get_ident(), *owners}))
 
 
 def failure_here() -> BaseException | None:

@@ -246,6 +246,7 @@ class Watchdog(threading.Thread):
 
     def leave_destroyed(self) -> None:
         """Close the connections of groups that the program has destroyed: other ranks may wait."""
+        self.compare_destroyed()
         for mesh in self._all_meshes():
             if mesh.verdict is None and mesh.link is not None and mesh.is_destroyed():
                 if mesh.whole is None and not any(lane.is_busy for lane in mesh.lanes.values()):
@@ -469,18 +470,16 @@ class Watchdog(threading.Thread):
             left_by: how this rank leaves, and at which line.
             failure: the error that makes it leave; if not empty, it only publishes its calls.
         """
-        comparisons = defaultdict[BoardThread, list[unmatched_calls.Comparison]](list)
-        for mesh in self._all_meshes():
-            with logged("could not check whether all ranks made the same calls"):
-                found = unmatched_calls.comparison(mesh, left_by, failure)
-                if found is not None:
-                    comparisons[mesh.board_thread].append(found)
-        for board_thread, each in comparisons.items():
+        for board_thread, job in _comparisons(self._all_meshes(), left_by, failure):
             with contextlib.suppress(StoreSilentError):
-                board_thread.call(
-                    functools.partial(unmatched_calls.publish_and_compare, each),
-                    _COMPARISON_SECONDS,
-                )
+                board_thread.call(job, _COMPARISON_SECONDS)
+
+    def compare_destroyed(self) -> None:
+        """Do what ``compare_calls`` does for destroyed groups, but do not wait for the store."""
+        meshes = [mesh for mesh in self._all_meshes() if mesh.is_destroyed()]
+        meshes = [mesh for mesh in meshes if not unmatched_calls.is_failing(mesh)]
+        for board_thread, job in _comparisons(meshes):
+            board_thread.submit(job)
 
     def close(self) -> None:
         """Shut down objcomm's threads and connections at the end of the program.
@@ -524,6 +523,20 @@ def _has_lost_some(mesh: Mesh) -> bool:
     return any(ends)  # a list, not a generator: each end found is remembered with its time
 
 
+def _comparisons(
+    meshes: Sequence[Mesh], left_by: str = "", failure: str = ""
+) -> list[tuple[BoardThread, Callable[[Board], None]]]:
+    """Return a job for each board thread that compares the calls on its meshes, if not yet done."""
+    found = defaultdict[BoardThread, list[unmatched_calls.Comparison]](list)
+    for mesh in meshes:
+        with logged("could not check whether all ranks made the same calls"):
+            each = unmatched_calls.comparison(mesh, left_by, failure)
+            if each is not None:
+                found[mesh.board_thread].append(each)
+    compare = unmatched_calls.publish_and_compare
+    return [(thread, functools.partial(compare, each)) for thread, each in found.items()]
+
+
 def _alive(known: "weakref.WeakKeyDictionary[Mesh, Any]") -> list[Mesh]:
     """Return the meshes still alive; a signal handler or another thread may add one meanwhile."""
     found = [reference() for reference in known.keyrefs()]
@@ -563,9 +576,9 @@ class _Watchdogs:
         watchdog = self.watchdog()
         with self._lock, self._board_thread:
             if world not in self._board_threads:
-                is_there = weakref.ref(world)
+                is_there, store = weakref.ref(world), store_of(world)
                 found = self._board_threads[world] = BoardThread(
-                    store_of(world),
+                    store,
                     world.rank(),
                     world.size(),
                     lost_seconds=settings().lost_after,
@@ -574,6 +587,7 @@ class _Watchdogs:
                     is_cut_off=lambda rank: (at := is_there()) is not None and is_cut_off(at, rank),
                 )
                 watchdog.board_threads.add(found)
+                weakref.finalize(world, _compare_last, found, store).atexit = False
             return self._board_threads[world]
 
     def close(self) -> None:
@@ -583,6 +597,10 @@ class _Watchdogs:
     def compare_calls(self, left_by: str, failure: str) -> None:
         if self._watchdog is not None and self._watchdog.pid == os.getpid():
             self._watchdog.compare_calls(left_by, failure)
+
+    def compare_destroyed(self) -> None:
+        if self._watchdog is not None and self._watchdog.pid == os.getpid():
+            self._watchdog.compare_destroyed()
 
     def leave_destroyed(self) -> None:
         if self._watchdog is not None and self._watchdog.pid == os.getpid():
@@ -595,6 +613,23 @@ _watchdogs = _Watchdogs()
 def close() -> None:
     """Shut down objcomm's threads and connections before the interpreter ends."""
     _watchdogs.close()
+
+
+def compare_destroyed() -> None:
+    """Compare the calls on groups that the program has destroyed with those of other ranks."""
+    _watchdogs.compare_destroyed()
+
+
+def _compare_last(board_thread: BoardThread, _store: dist.Store) -> None:
+    """Compare the calls on destroyed groups while the store still exists: it goes with the world.
+
+    Args:
+        board_thread: the world's.
+        _store: the world's store. The process that hosts it does so until this returns.
+    """
+    compare_destroyed()
+    with contextlib.suppress(StoreSilentError):
+        board_thread.call(lambda _: None, _COMPARISON_SECONDS)  # after the jobs already queued
 
 
 @contextlib.contextmanager

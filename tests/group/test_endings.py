@@ -109,7 +109,9 @@ def test_ranks_that_made_different_last_calls_do_not_all_end_well() -> None:
     _check_bad([*cases, *((body, [body, body]) for body in bodies)])
 
 
-def test_calls_on_many_groups_are_compared() -> None:
+@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"])
+@pytest.mark.parametrize("keep", ["", "del groups"])
+def test_calls_on_many_groups_are_compared(end: str, keep: str) -> None:
     body = """
 groups = [objcomm.dup() for _ in range(17)]
 pids = [objcomm.all_gather(os.getpid(), group=each) for each in groups][0]
@@ -117,12 +119,25 @@ pids = [objcomm.all_gather(os.getpid(), group=each) for each in groups][0]
     # Rank 0, whose store it is, ends last, so that it sees what the other has published.
     last = "while rank == 0 and os.path.exists(f'/proc/{pids[1]}'): time.sleep(0.05)"
     same, other = (
-        f"{body}\n{call}\n{last}"
-        for call in ("objcomm.barrier()", "objcomm.broadcast(1, src=rank)")
+        f"{body}\n{call}\n{keep}\n{last}\n{end}"
+        for call in ("objcomm.barrier()", "objcomm.broadcast(1, src=rank, group=groups[0])")
     )
     well, badly = run_to_the_end([Program([each] * 2, on.OVER_GLOO) for each in (same, other)])
     assert _all(well) == [0, 0]
     assert _all(badly) == [120, 0]
+
+
+def test_calls_on_a_destroyed_group_that_is_kept_are_compared() -> None:
+    body = """
+kept = objcomm.dup()
+pids = objcomm.all_gather(os.getpid(), group=kept)
+objcomm.broadcast(1, src=rank, group=kept)
+while rank == 0 and os.path.exists(f'/proc/{pids[1]}'): time.sleep(0.05)
+dist.destroy_process_group(kept)
+dist.destroy_process_group()
+"""
+    (ranks,) = run_to_the_end([Program([body] * 2, on.OVER_GLOO)])
+    assert _all(ranks) == [120, 0]
 
 
 def test_both_lines_are_named_and_a_ranks_own_error_stays() -> None:
