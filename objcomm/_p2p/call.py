@@ -790,8 +790,6 @@ class Receive(P2PCall):
         self._lanes = [lane for _, _, lane in admitted]
         if request.src is None:
             request.on_lane = self._wait_on
-            context, thread = contextvars.copy_context(), threading.current_thread()
-            request.renew = functools.partial(self._renew, context, thread)
             request.among = frozenset(pair.peer for pair, _, _ in admitted)
         for lane in self._lanes:
             lane.begin(entry, self._deadline)
@@ -810,40 +808,6 @@ class Receive(P2PCall):
         """Show the watchdog the wait on one more lane; it skips those of ended connections."""
         self._lanes = [*self._lanes, lane]
         lane.p2p_calls.add(self.entry)
-
-    def _renew(
-        self,
-        context: contextvars.Context,
-        owner: threading.Thread,
-        peer: int,
-        give_up: Callable[[], None],
-    ) -> None:
-        """Listen again to a rank whose connection has ended, as if this call were made again.
-
-        Args:
-            context: of this call, with its options and blocks.
-            owner: the thread that made it.
-            peer: that rank.
-            give_up: called if there can be no new connection.
-        """
-
-        def listen() -> None:
-            pair = self._peers.pair(self.group, peer)
-            try:
-                admitted = pair.admit_among(self._name)
-                if admitted is not None:
-                    mesh, lane = admitted
-                    lane.owner = owner
-                    pair.listen(mesh)
-                    return
-            except (ObjcommError, RuntimeError):  # among others, no more threads can start
-                pass
-            give_up()
-
-        try:
-            self._peers.pool.submit(functools.partial(context.copy().run, listen))
-        except RuntimeError:
-            give_up()
 
     def _admitted(self) -> list[tuple[Pair, Mesh, Lane]]:
         """Return the connections to the ranks that may serve a request."""

@@ -98,8 +98,6 @@ class RecvRequest:
         number: its number in the mailbox, in the order in which requests were added; -1 before.
         on_lane: called with the lane of a new connection over which the message may come, while the
             mailbox is locked.
-        renew: called with a rank whose connection has ended, and with what to call if there can be
-            no new one. Listens to that rank again, on another thread.
         on_end: called once when ``arrival`` or ``verdict`` is set, on any thread, possibly during a
             step of a link. Must not raise. Returns False if the message can't be taken; the next
             request then gets it.
@@ -126,7 +124,6 @@ class RecvRequest:
         self.is_probe = is_probe
         self.among: frozenset[int] | None = None
         self.on_lane: Callable[[Lane], object] | None = None
-        self.renew: Callable[[int, Callable[[], None]], None] | None = None
         self.arrival: Arrived | None = None
         self.verdict: Verdict | None = None
         self.number = -1
@@ -442,19 +439,10 @@ class Mailbox:
     def _remove(self, request: RecvRequest) -> bool:
         return self._requests.take(request, ((request.src, request.tag),))
 
-    def fail(
-        self,
-        peer: int,
-        source: object,
-        verdict: Verdict,
-        *,
-        is_for_any: bool,
-        can_be_renewed: bool = False,
-    ) -> None:
+    def fail(self, peer: int, source: object, verdict: Verdict, *, is_for_any: bool) -> None:
         """End the requests that wait for ``peer`` alone, and possibly those for any rank.
 
-        Requests for any rank also end if no rank is left that can send. Otherwise the first of them
-        listens to ``peer`` again, for all.
+        Requests for any rank also end if no rank is left that can send.
 
         Complete messages outlive their connection, and come before those of the next connection.
 
@@ -463,9 +451,7 @@ class Mailbox:
             source: that connection; nothing happens if there is a newer one.
             verdict: why it ended.
             is_for_any: whether requests for any rank end as well.
-            can_be_renewed: whether the two ranks can connect again.
         """
-        renew = None
         with self._lock:
             if self._sources.get(peer) is not source:
                 return
@@ -474,11 +460,6 @@ class Mailbox:
             for arrival in lost:
                 self._take(arrival)
             self._expected.discard(peer)
-            if can_be_renewed and not is_for_any and self._expected:
-                waiting = (each.renew for each in self._requests.all() if each.counts_on(peer))
-                renew = next(filter(None, waiting), None)
-            if renew is not None:
-                self._expected.add(peer)
             ended = [
                 each
                 for each in self._requests.all()
@@ -491,8 +472,6 @@ class Mailbox:
                 request.verdict = verdict
         for request in ended:
             request.notify()
-        if renew is not None:
-            renew(peer, lambda: self.fail(peer, source, verdict, is_for_any=False))
 
     def _is_full(self, peer: int) -> bool:
         if self._kept_nbytes.get(peer, 0) <= _KEPT_MAX_NBYTES or peer in self._credited:

@@ -468,13 +468,8 @@ class _Arrivals:
         """End whatever waits for the peer if the connection has ended."""
         verdict = self.mesh.verdict
         if verdict is not None:
-            self._mailbox.fail(
-                self._peer,
-                self.mesh,
-                verdict,
-                is_for_any=_concerns_any(verdict),
-                can_be_renewed=self.mesh.link is not None and self.mesh.can_be_replaced,
-            )
+            is_for_any = _concerns_any(verdict)
+            self._mailbox.fail(self._peer, self.mesh, verdict, is_for_any=is_for_any)
             self.offers.fail()
 
     def _attend(self, blocks: tuple[str, ...]) -> None:

@@ -103,40 +103,6 @@ def test_a_receive_from_any_rank_keeps_its_timeout_when_all_connections_are_new(
     assert_all_works()
 
 
-@ranks(3)
-@pytest.mark.parametrize("key", [None, "a key of more than sixteen bytes"])
-def test_a_waiting_receive_from_any_rank_hears_ranks_over_new_connections(key: str | None) -> None:
-    rank = here().rank
-    with objcomm.configure(key=key), subgroup(0, 1, 2) as group:
-        if rank == 0:
-            waiting = [objcomm.irecv(tag=5, group=group) for _ in range(2)]
-            for peer in (1, 2):
-                refuse_large(peer, group)
-            assert {each.wait(PATIENCE_S) for each in waiting} == {1, 2}
-        else:
-            send_large(0, group)
-            objcomm.send(rank, 0, tag=5, group=group)
-        assert_all_works(group)
-    assert_all_works()
-
-
-@ranks(3)
-def test_a_thread_that_waits_for_any_rank_hears_one_over_a_new_connection() -> None:
-    rank = here().rank
-    if rank == 0:
-        refused = objcomm.isend(LARGE, 1, codec="pickle")
-        assert [objcomm.recv(tag=5) for _ in range(2)] == ["from 1", "from 2"]
-        error_in(CollectiveError, refused.wait)
-    elif rank == 1:
-        refuse_large(0)
-        objcomm.ssend("from 1", 0, tag=5)
-        objcomm.send("go on", 2)
-    else:
-        assert objcomm.recv(1) == "go on"
-        objcomm.send("from 2", 0, tag=5)
-    assert_all_works()
-
-
 @ranks(2)
 def test_a_message_is_received_although_its_sender_cannot_be_told() -> None:
     with pair_that_has_met() as group:

@@ -211,36 +211,6 @@ def test_a_request_to_any_rank_ends_when_the_last_rank_has_failed() -> None:
     assert asked.request.verdict is LOST
 
 
-def test_a_request_for_any_rank_listens_again_and_ends_when_no_rank_can_connect() -> None:
-    box = filled()
-    box.expect(2, FIRST, lambda: None, LANE)
-    box.expect(3, FIRST, lambda: None, LANE)
-    box.fail(3, FIRST, DESYNC, is_for_any=False)
-    given_up: dict[int, Any] = {}
-    asked = Asked()
-    asked.request.renew = given_up.__setitem__
-    box.ask(asked.request)
-    for peer in (1, 2):  # both end before either has a new connection
-        box.fail(peer, FIRST, DESYNC, is_for_any=False, can_be_renewed=True)
-    assert list(given_up) == [1, 2]
-    given_up[1]()
-    assert asked.ends == []
-    given_up[2]()
-    assert asked.request.verdict is DESYNC
-
-
-def test_the_end_of_the_only_connection_ends_a_request_for_any_rank() -> None:
-    box = filled()
-    for peer in (2, 3):
-        box.expect(peer, FIRST, lambda: None, LANE)
-        box.fail(peer, FIRST, LOST, is_for_any=False)
-    asked = Asked()
-    asked.request.renew = lambda *_: asked.ends.append(2)
-    box.ask(asked.request)
-    box.fail(1, FIRST, DESYNC, is_for_any=False, can_be_renewed=True)
-    assert (asked.ends, asked.request.verdict) == ([1], DESYNC)
-
-
 def test_an_end_that_was_known_before_a_request_does_not_end_it() -> None:
     """Two threads report the end: the first to find it, and a moment later the connection's own."""
     box = filled()
