@@ -145,10 +145,11 @@ def publish_and_compare(comparisons: Sequence[Comparison], board: Board) -> None
     board.publish_calls([each.mine for each in comparisons])
     compared = [each for each in comparisons if not each.mine.failure]
     silent = contextlib.suppress(StoreSilentError, RuntimeError)  # the store may be gone
-    with silent:  # once for all: the records contain the calls on all groups
+    unable = "could not check whether all ranks made the same calls"
+    with logged(unable), silent:  # once for all: the records contain the calls on all groups
         board.learn({mesh.ranks[peer] for mesh, _, _ in compared for peer in _compared_to(mesh)})
     for mesh, mine, is_any_closed in compared:
-        with logged("could not check whether all ranks made the same calls"), silent:
+        with logged(unable), silent:
             found = _difference_to_others(board, mesh, mine, is_any_closed=is_any_closed)
             if found is not None:
                 _note(mesh, found)

@@ -12,9 +12,9 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
@@ -601,7 +601,7 @@ class Receive(P2PCall):
     operation = Operation.RECV
 
     has_envelope = False  # whether the result includes the envelope
-    _lanes: Sequence[Lane] = ()  # where the watchdog sees it wait
+    _lanes: Mapping[int, Lane] = MappingProxyType({})  # by peer: where the watchdog sees it wait
 
     def run(self) -> Any:
         """Wait for a message; return its object."""
@@ -787,11 +787,11 @@ class Receive(P2PCall):
             self._raise_known_failure(admitted)
         entry.withdraw = functools.partial(self._withdraw, request)
         entry.unmatched = functools.partial(mailbox.unmatched, request)
-        self._lanes = [lane for _, _, lane in admitted]
+        self._lanes = {pair.peer: lane for pair, _, lane in admitted}
         if request.src is None:
             request.on_lane = self._wait_on
             request.among = frozenset(pair.peer for pair, _, _ in admitted)
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             lane.begin(entry, self._deadline)
         hurry(self._deadline.remaining)
         mailbox.ask(request)  # from here the wait may end on another thread
@@ -804,9 +804,12 @@ class Receive(P2PCall):
             if ended is not None:
                 mailbox.withdraw(request, ended)
 
-    def _wait_on(self, lane: Lane) -> None:
-        """Show the watchdog the wait on one more lane; it skips those of ended connections."""
-        self._lanes = [*self._lanes, lane]
+    def _wait_on(self, peer: int, lane: Lane) -> None:
+        """Show the watchdog the wait on a new connection's lane, not on the previous one's."""
+        former = self._lanes.get(peer)
+        if former is not None:
+            former.p2p_calls.discard(self.entry)
+        self._lanes = {**self._lanes, peer: lane}
         lane.p2p_calls.add(self.entry)
 
     def _admitted(self) -> list[tuple[Pair, Mesh, Lane]]:
@@ -836,7 +839,7 @@ class Receive(P2PCall):
         self._lift_limit()
         # The history keeps the entry; these functions would keep the message.
         self.entry.withdraw, self.entry.unmatched = _ignore, None
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             lane.end(self.entry, self._deadline)
 
     def _found(self, request: RecvRequest) -> Arrived:

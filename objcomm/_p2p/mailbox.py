@@ -96,8 +96,8 @@ class RecvRequest:
         arrival: the message that was found.
         verdict: why no message will come.
         number: its number in the mailbox, in the order in which requests were added; -1 before.
-        on_lane: called with the lane of a new connection over which the message may come, while the
-            mailbox is locked.
+        on_lane: called with a rank and the lane of its new connection, over which the message may
+            come, while the mailbox is locked.
         on_end: called once when ``arrival`` or ``verdict`` is set, on any thread, possibly during a
             step of a link. Must not raise. Returns False if the message can't be taken; the next
             request then gets it.
@@ -123,7 +123,7 @@ class RecvRequest:
         self.tag = tag
         self.is_probe = is_probe
         self.among: frozenset[int] | None = None
-        self.on_lane: Callable[[Lane], object] | None = None
+        self.on_lane: Callable[[int, Lane], object] | None = None
         self.arrival: Arrived | None = None
         self.verdict: Verdict | None = None
         self.number = -1
@@ -250,7 +250,7 @@ class Mailbox:
             self._expected.add(peer)
             for each in self._requests.all():
                 if each.on_lane is not None and each.counts_on(peer):
-                    each.on_lane(lane)
+                    each.on_lane(peer, lane)
 
     def check_uninterrupted(self) -> None:
         """Check that a call on this thread can use the mailbox.

@@ -229,13 +229,13 @@ def test_an_end_that_was_known_before_a_request_does_not_end_it() -> None:
 
 def test_only_requests_for_any_rank_wait_on_the_lane_of_a_new_connection() -> None:
     box = filled()
-    lanes: dict[int | None, list[object]] = {None: [], 1: [], 2: []}
+    lanes: dict[int | None, dict[int, object]] = {None: {}, 1: {}, 2: {}}
     for src, got in lanes.items():
         asked = Asked(src)
-        asked.request.on_lane = got.append
+        asked.request.on_lane = got.__setitem__
         box.ask(asked.request)
     box.expect(1, object(), lambda: None, LANE)
-    assert lanes == {None: [LANE], 1: [], 2: []}
+    assert lanes == {None: {1: LANE}, 1: {}, 2: {}}
 
 
 def test_the_end_of_an_earlier_connection_does_not_count() -> None:
