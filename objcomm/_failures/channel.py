@@ -178,10 +178,15 @@ class Channel:
     def retire(self) -> None:
         """Close the connections after this process has destroyed the group."""
         mesh = self._mesh
-        if mesh is None:
+        if mesh is None or unmatched_calls.failure_here() is not None:  # report only that
             return
-        compare_destroyed()
         with logged("could not check whether all ranks made the same calls"):
+            if _is_destroyed(self._world):
+                compare_destroyed()  # and wait: the store goes with the world
+            elif (comparison := unmatched_calls.comparison(mesh)) is not None:
+                mesh.board_thread.submit(
+                    functools.partial(unmatched_calls.publish_and_compare, [comparison])
+                )
             unmatched_calls.close_and_check(mesh, DESTROYED)
 
     @property

@@ -16,20 +16,13 @@ import contextlib
 import sys
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from objcomm._failures import deadlock
 from objcomm._failures.inquiry import is_single
 from objcomm._failures.liveness import GroupCalls, LaneCalls
 from objcomm._failures.noticeboard import StoreSilentError
-from objcomm._failures.verdict import (
-    DESTROYED,
-    FAREWELLS,
-    PROGRAM_ENDED,
-    Cause,
-    Verdict,
-    proposal_for,
-)
+from objcomm._failures.verdict import FAREWELLS, PROGRAM_ENDED, Cause, Verdict, proposal_for
 from objcomm._observe.log import log, logged
 from objcomm._transport.link import LANE_BITS
 from objcomm._wire.header import Header, check_same_call, fingerprint
@@ -51,7 +44,8 @@ _MOST_LISTED = 64
 #: Mismatches found at the end of a mesh that have not been raised yet, by the mesh's nonce.
 _mismatches: dict[str, DesyncError] = {}
 
-_compared: weakref.WeakSet[Mesh] = weakref.WeakSet()
+#: By mesh whose calls were published: the error that made this rank leave, empty if there is none.
+_compared: weakref.WeakKeyDictionary[Mesh, str] = weakref.WeakKeyDictionary()
 
 
 def mismatch_in_unread(mesh: Mesh) -> tuple[Lane, Verdict] | None:
@@ -76,8 +70,7 @@ def close_and_check(mesh: Mesh, reason: str) -> None:
     """Close connections that are no longer needed, and record messages that no call received.
 
     Later messages are refused, so their senders raise. No message can slip between the check and
-    the close. Nothing is recorded if an error made this rank destroy the group: it made fewer calls
-    than the others.
+    the close. Nothing is recorded if this rank left because of an error: it made fewer calls.
 
     Args:
         mesh: the mesh to close. A mesh of two ranks, or one that never connected, is left alone.
@@ -94,9 +87,8 @@ def close_and_check(mesh: Mesh, reason: str) -> None:
         found = mismatch[1] if mismatch else _unmade(mesh)
     else:
         found = mesh.verdict
-    if reason == DESTROYED and is_failing(mesh):
-        return
-    if found is not None and found.cause is Cause.DESYNC and _is_owed(mesh):
+    is_failing = bool(_compared.get(mesh))
+    if not is_failing and found is not None and found.cause is Cause.DESYNC and _is_owed(mesh):
         _note(mesh, found)
     # An exit handler registered before objcomm was imported runs later and may still make calls.
     if reason == PROGRAM_ENDED:
@@ -130,7 +122,7 @@ def comparison(mesh: Mesh, left_by: str = "", failure: str = "") -> Comparison |
     has_left = mesh.verdict is None or mesh.verdict.reason in FAREWELLS
     if link is None or mesh.whole is not None or not has_left or mesh in _compared:
         return None
-    _compared.add(mesh)
+    _compared[mesh] = failure
     mine = _calls(mesh)._replace(left_by=left_by, failure=failure)
     return Comparison(mesh, mine, bool(link.closed()))
 
@@ -192,20 +184,9 @@ def difference(mine: GroupCalls, theirs: GroupCalls) -> Verdict | None:
     return None
 
 
-def is_failing(mesh: Mesh) -> bool:
-    """Whether the calling thread, or one that uses the mesh, handles an exception."""
-    owners = {lane.owner.ident for lane in tuple(mesh.lanes.values())}
-    return any(map(_failure_in, {threading.get_ident(), *owners}))
-
-
 def failure_here() -> BaseException | None:
     """Return the exception that this thread handles, unless it is an exit with status 0."""
-    return _failure_in(threading.get_ident())
-
-
-def _failure_in(thread: int | None) -> BaseException | None:
-    found: Any = sys._current_exceptions().get(thread or 0)  # noqa: SLF001  # documented by CPython
-    error: BaseException | None = found[1] if isinstance(found, tuple) else found  # Python 3.11
+    error = sys.exc_info()[1]
     is_normal = isinstance(error, SystemExit) and (error.code is None or error.code == 0)
     return None if is_normal else error
 

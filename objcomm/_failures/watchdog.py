@@ -224,7 +224,7 @@ class Watchdog(threading.Thread):
                 entry.report_at = now + waited
                 late[mesh.board_thread].append((mesh, lane, entry))
         if is_look:
-            self.leave_destroyed()
+            self._leave_destroyed()
             self._leave_failed()
             self._look_for_the_dead_in_blocks()
             self._look_for_senders()
@@ -239,14 +239,14 @@ class Watchdog(threading.Thread):
 
     def _end_overdue(self, now: float) -> None:
         """Run the fallbacks that are due."""
-        for fallback in [each for each in self._fallbacks if each[0] <= now]:
-            self._fallbacks.remove(fallback)  # in place: another thread may add one
-            with logged("could not end an expired wait"):  # still run the others
-                fallback[1]()
+        for due, end in self._fallbacks:
+            if due <= now:
+                with logged("could not end an expired wait"):  # still run the others
+                    end()
+        self._fallbacks = [each for each in self._fallbacks if each[0] > now]
 
-    def leave_destroyed(self) -> None:
+    def _leave_destroyed(self) -> None:
         """Close the connections of groups that the program has destroyed: other ranks may wait."""
-        self.compare_destroyed()
         for mesh in self._all_meshes():
             if mesh.verdict is None and mesh.link is not None and mesh.is_destroyed():
                 if mesh.whole is None and not any(lane.is_busy for lane in mesh.lanes.values()):
@@ -463,23 +463,30 @@ class Watchdog(threading.Thread):
         with contextlib.suppress(BlockingIOError):  # if the socket is full, the thread is awake
             self._sending.send(_NUDGE)
 
-    def compare_calls(self, left_by: str = "", failure: str = "") -> None:
+    def compare_calls(
+        self, left_by: str = "", failure: str = "", *, destroyed_only: bool = False
+    ) -> None:
         """Record mismatches between this rank's calls and those of ranks that left before it.
 
         Args:
             left_by: how this rank leaves, and at which line.
             failure: the error that makes it leave; if not empty, it only publishes its calls.
+            destroyed_only: whether to skip groups that the program has not destroyed.
         """
-        for board_thread, job in _comparisons(self._all_meshes(), left_by, failure):
+        comparisons = defaultdict[BoardThread, list[unmatched_calls.Comparison]](list)
+        for mesh in self._all_meshes():
+            if destroyed_only and not mesh.is_destroyed():
+                continue
+            with logged("could not check whether all ranks made the same calls"):
+                found = unmatched_calls.comparison(mesh, left_by, failure)
+                if found is not None:
+                    comparisons[mesh.board_thread].append(found)
+        for board_thread, each in comparisons.items():
             with contextlib.suppress(StoreSilentError):
-                board_thread.call(job, _COMPARISON_SECONDS)
-
-    def compare_destroyed(self) -> None:
-        """Do what ``compare_calls`` does for destroyed groups, but do not wait for the store."""
-        meshes = [mesh for mesh in self._all_meshes() if mesh.is_destroyed()]
-        meshes = [mesh for mesh in meshes if not unmatched_calls.is_failing(mesh)]
-        for board_thread, job in _comparisons(meshes):
-            board_thread.submit(job)
+                board_thread.call(
+                    functools.partial(unmatched_calls.publish_and_compare, each),
+                    _COMPARISON_SECONDS,
+                )
 
     def close(self) -> None:
         """Shut down objcomm's threads and connections at the end of the program.
@@ -521,20 +528,6 @@ def _has_lost_some(mesh: Mesh) -> bool:
     looked_at = random.sample(mesh.others, min(_MOST_LOOKED_AT, len(mesh.others)))
     ends = [mesh.board_thread.processes.end_of(mesh.ranks[peer]) for peer in looked_at]
     return any(ends)  # a list, not a generator: each end found is remembered with its time
-
-
-def _comparisons(
-    meshes: Sequence[Mesh], left_by: str = "", failure: str = ""
-) -> list[tuple[BoardThread, Callable[[Board], None]]]:
-    """Return a job for each board thread that compares the calls on its meshes, if not yet done."""
-    found = defaultdict[BoardThread, list[unmatched_calls.Comparison]](list)
-    for mesh in meshes:
-        with logged("could not check whether all ranks made the same calls"):
-            each = unmatched_calls.comparison(mesh, left_by, failure)
-            if each is not None:
-                found[mesh.board_thread].append(each)
-    compare = unmatched_calls.publish_and_compare
-    return [(thread, functools.partial(compare, each)) for thread, each in found.items()]
 
 
 def _alive(known: "weakref.WeakKeyDictionary[Mesh, Any]") -> list[Mesh]:
@@ -587,24 +580,18 @@ class _Watchdogs:
                     is_cut_off=lambda rank: (at := is_there()) is not None and is_cut_off(at, rank),
                 )
                 watchdog.board_threads.add(found)
-                weakref.finalize(world, _compare_last, found, store).atexit = False
+                weakref.finalize(world, compare_destroyed, store).atexit = False
             return self._board_threads[world]
 
     def close(self) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
 
-    def compare_calls(self, left_by: str, failure: str) -> None:
+    def compare_calls(
+        self, left_by: str = "", failure: str = "", *, destroyed_only: bool = False
+    ) -> None:
         if self._watchdog is not None and self._watchdog.pid == os.getpid():
-            self._watchdog.compare_calls(left_by, failure)
-
-    def compare_destroyed(self) -> None:
-        if self._watchdog is not None and self._watchdog.pid == os.getpid():
-            self._watchdog.compare_destroyed()
-
-    def leave_destroyed(self) -> None:
-        if self._watchdog is not None and self._watchdog.pid == os.getpid():
-            self._watchdog.leave_destroyed()
+            self._watchdog.compare_calls(left_by, failure, destroyed_only=destroyed_only)
 
 
 _watchdogs = _Watchdogs()
@@ -615,21 +602,15 @@ def close() -> None:
     _watchdogs.close()
 
 
-def compare_destroyed() -> None:
-    """Compare the calls on groups that the program has destroyed with those of other ranks."""
-    _watchdogs.compare_destroyed()
-
-
-def _compare_last(board_thread: BoardThread, _store: dist.Store) -> None:
-    """Compare the calls on destroyed groups while the store still exists: it goes with the world.
+def compare_destroyed(_store: dist.Store | None = None) -> None:
+    """Compare the calls on groups that the program has destroyed, unless an error made it do so.
 
     Args:
-        board_thread: the world's.
-        _store: the world's store. The process that hosts it does so until this returns.
+        _store: the store of a world that is gone; the process that hosts it does so until this
+            returns.
     """
-    compare_destroyed()
-    with contextlib.suppress(StoreSilentError):
-        board_thread.call(lambda _: None, _COMPARISON_SECONDS)  # after the jobs already queued
+    if unmatched_calls.failure_here() is None:
+        _watchdogs.compare_calls(destroyed_only=True)
 
 
 @contextlib.contextmanager
@@ -648,7 +629,6 @@ def audited(left_by: str) -> Iterator[None]:
     _watchdogs.compare_calls(left_by, f"it left after {brief_text_of(failure)}" if failure else "")
     is_failing, failure = failure is not None, None  # keeping it would keep its frames alive
     yield
-    _watchdogs.leave_destroyed()  # before this thread leaves its exception handler
     error = unmatched_calls.take_mismatch()
     if error is not None and not is_failing:
         raise error
