@@ -176,18 +176,24 @@ class Channel:
         return mesh is not None and any(lane.is_busy for lane in tuple(mesh.lanes.values()))
 
     def retire(self) -> None:
-        """Close the connections after this process has destroyed the group."""
+        """Close the connections after this process has destroyed the group.
+
+        If the world is destroyed, too, this waits while the calls on all destroyed groups are
+        compared: the store goes with the world.
+        """
         mesh = self._mesh
         if mesh is None or unmatched_calls.failure_here() is not None:  # report only that
             return
         with logged("could not check whether all ranks made the same calls"):
-            if _is_destroyed(self._world):
-                compare_destroyed()  # and wait: the store goes with the world
-            elif (comparison := unmatched_calls.comparison(mesh)) is not None:
-                mesh.board_thread.submit(
-                    functools.partial(unmatched_calls.publish_and_compare, [comparison])
-                )
-            unmatched_calls.close_and_check(mesh, DESTROYED)
+            try:
+                if _is_destroyed(self._world):
+                    compare_destroyed()
+                elif (comparison := unmatched_calls.comparison(mesh)) is not None:
+                    mesh.board_thread.submit(
+                        functools.partial(unmatched_calls.publish_and_compare, [comparison])
+                    )
+            finally:  # Ctrl-C may end the wait
+                unmatched_calls.close_and_check(mesh, DESTROYED)
 
     @property
     def is_broken(self) -> bool:

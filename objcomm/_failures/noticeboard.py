@@ -233,7 +233,7 @@ class Board(Reader):
 
     def publish_calls(self, calls: Iterable[GroupCalls]) -> None:
         """Add the calls made over some meshes to this process's record; no more will follow."""
-        calls = tuple(calls)  # at the end of the program, those of all groups that still exist
+        calls = tuple(calls)  # at the end of the world or program, those of all its groups
         kept = max(_MOST_GROUPS, len(calls))
         all_calls = (*self._processes.own.calls, *calls)[-kept:]
         own = self._processes.own = self._processes.own._replace(calls=all_calls)

@@ -44,8 +44,8 @@ _MOST_LISTED = 64
 #: Mismatches found at the end of a mesh that have not been raised yet, by the mesh's nonce.
 _mismatches: dict[str, DesyncError] = {}
 
-#: By mesh whose calls were published: the error that made this rank leave, empty if there is none.
-_compared: weakref.WeakKeyDictionary[Mesh, str] = weakref.WeakKeyDictionary()
+#: For each mesh whose calls were published: the error that made this rank leave; empty if none.
+_published: weakref.WeakKeyDictionary[Mesh, str] = weakref.WeakKeyDictionary()
 
 
 def mismatch_in_unread(mesh: Mesh) -> tuple[Lane, Verdict] | None:
@@ -70,7 +70,8 @@ def close_and_check(mesh: Mesh, reason: str) -> None:
     """Close connections that are no longer needed, and record messages that no call received.
 
     Later messages are refused, so their senders raise. No message can slip between the check and
-    the close. Nothing is recorded if this rank left because of an error: it made fewer calls.
+    the close. Nothing is recorded if this rank left because of an error: it may have made fewer
+    calls.
 
     Args:
         mesh: the mesh to close. A mesh of two ranks, or one that never connected, is left alone.
@@ -87,7 +88,7 @@ def close_and_check(mesh: Mesh, reason: str) -> None:
         found = mismatch[1] if mismatch else _unmade(mesh)
     else:
         found = mesh.verdict
-    is_failing = bool(_compared.get(mesh))
+    is_failing = bool(_published.get(mesh))
     if not is_failing and found is not None and found.cause is Cause.DESYNC and _is_owed(mesh):
         _note(mesh, found)
     # An exit handler registered before objcomm was imported runs later and may still make calls.
@@ -120,9 +121,9 @@ def comparison(mesh: Mesh, left_by: str = "", failure: str = "") -> Comparison |
     """
     link = mesh.link
     has_left = mesh.verdict is None or mesh.verdict.reason in FAREWELLS
-    if link is None or mesh.whole is not None or not has_left or mesh in _compared:
+    if link is None or mesh.whole is not None or not has_left or mesh in _published:
         return None
-    _compared[mesh] = failure
+    _published[mesh] = failure
     mine = _calls(mesh)._replace(left_by=left_by, failure=failure)
     return Comparison(mesh, mine, bool(link.closed()))
 

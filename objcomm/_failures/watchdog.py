@@ -80,8 +80,9 @@ _EXPIRY_SECONDS = 0.9
 _MOST_LOOKED_AT = 4
 _INTERRUPT_SECONDS = 0.3
 _NUDGE = b"\0"  # not a signal number
-# How long to wait for the store when calls are compared.
-_COMPARISON_SECONDS = 1.0
+# How long to wait for the store when calls are compared. On a busy machine, one request may take a
+# second; only a store that is out of reach takes this long.
+_COMPARISON_SECONDS = 3.0
 # How long to wait at the end for delivery of data sent to other hosts.
 _DELIVERY_SECONDS = 0.5
 
@@ -475,9 +476,9 @@ class Watchdog(threading.Thread):
         """
         comparisons = defaultdict[BoardThread, list[unmatched_calls.Comparison]](list)
         for mesh in self._all_meshes():
-            if destroyed_only and not mesh.is_destroyed():
-                continue
             with logged("could not check whether all ranks made the same calls"):
+                if destroyed_only and not mesh.is_destroyed():
+                    continue
                 found = unmatched_calls.comparison(mesh, left_by, failure)
                 if found is not None:
                     comparisons[mesh.board_thread].append(found)
@@ -569,18 +570,19 @@ class _Watchdogs:
         watchdog = self.watchdog()
         with self._lock, self._board_thread:
             if world not in self._board_threads:
-                is_there, store = weakref.ref(world), store_of(world)
+                is_there, held = weakref.ref(world), [store_of(world)]
+                # At exit, ``close`` compares.
+                weakref.finalize(world, _compare_last, held).atexit = False
                 found = self._board_threads[world] = BoardThread(
-                    store,
+                    held[0],
                     world.rank(),
                     world.size(),
                     lost_seconds=settings().lost_after,
                     describe=watchdog.snapshot,
-                    is_needed=lambda own: is_there() is not None or watchdog.has_open(own),
+                    is_needed=lambda own: bool(held) or watchdog.has_open(own),
                     is_cut_off=lambda rank: (at := is_there()) is not None and is_cut_off(at, rank),
                 )
                 watchdog.board_threads.add(found)
-                weakref.finalize(world, compare_destroyed, store).atexit = False
             return self._board_threads[world]
 
     def close(self) -> None:
@@ -602,15 +604,23 @@ def close() -> None:
     _watchdogs.close()
 
 
-def compare_destroyed(_store: dist.Store | None = None) -> None:
-    """Compare the calls on groups that the program has destroyed, unless an error made it do so.
-
-    Args:
-        _store: the store of a world that is gone; the process that hosts it does so until this
-            returns.
-    """
+def compare_destroyed() -> None:
+    """Compare the calls on destroyed groups, unless this thread is handling an error."""
     if unmatched_calls.failure_here() is None:
         _watchdogs.compare_calls(destroyed_only=True)
+
+
+def _compare_last(held: list[dist.Store]) -> None:
+    """Compare the calls on destroyed groups when their world is gone.
+
+    Args:
+        held: contains the world's store. Until this is emptied, the board's thread keeps running,
+            and a store that this process hosts keeps answering.
+    """
+    try:
+        compare_destroyed()
+    finally:
+        held.clear()
 
 
 @contextlib.contextmanager

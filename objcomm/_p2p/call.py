@@ -805,7 +805,7 @@ class Receive(P2PCall):
                 mailbox.withdraw(request, ended)
 
     def _wait_on(self, peer: int, lane: Lane) -> None:
-        """Show the watchdog the wait on a new connection's lane, not on the previous one's."""
+        """Show the watchdog the wait on a new connection's lane instead of the previous one's."""
         former = self._lanes.get(peer)
         if former is not None:
             former.p2p_calls.discard(self.entry)

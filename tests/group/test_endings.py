@@ -109,9 +109,10 @@ def test_ranks_that_made_different_last_calls_do_not_all_end_well() -> None:
     _check_bad([*cases, *((body, [body, body]) for body in bodies)])
 
 
-@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"])
-@pytest.mark.parametrize("keep", ["", "del groups"])
-def test_calls_on_many_groups_are_compared(end: str, keep: str) -> None:
+@pytest.mark.parametrize(
+    "end", ["", "dist.destroy_process_group()", "del groups\ndist.destroy_process_group()"]
+)
+def test_calls_on_many_groups_are_compared(end: str) -> None:
     body = """
 groups = [objcomm.dup() for _ in range(17)]
 pids = [objcomm.all_gather(os.getpid(), group=each) for each in groups][0]
@@ -119,7 +120,7 @@ pids = [objcomm.all_gather(os.getpid(), group=each) for each in groups][0]
     # Rank 0, whose store it is, ends last, so that it sees what the other has published.
     last = "while rank == 0 and os.path.exists(f'/proc/{pids[1]}'): time.sleep(0.05)"
     same, other = (
-        f"{body}\n{call}\n{keep}\n{last}\n{end}"
+        f"{body}\n{call}\n{last}\n{end}"
         for call in ("objcomm.barrier()", "objcomm.broadcast(1, src=rank, group=groups[0])")
     )
     well, badly = run_to_the_end([Program([each] * 2, on.OVER_GLOO) for each in (same, other)])
@@ -154,12 +155,12 @@ def test_both_lines_are_named_and_a_ranks_own_error_stays() -> None:
 
 
 def test_a_rank_that_leaves_because_of_an_error_is_not_out_of_step() -> None:
-    """Its own error matters, not the call that it has not made; the watchdog compares nothing."""
+    """Its own error matters, not the call that it has not made: no mismatch is recorded."""
     body = """
 kept = dist.group.WORLD  # so that only the watchdog closes the connections
 objcomm.barrier()
 if rank == 0: objcomm.barrier()
-time.sleep(0.5)
+time.sleep(1)
 try: raise ValueError
 except ValueError:
     objcomm.shutdown()

@@ -1,6 +1,7 @@
 """Which request gets which message, and which messages are kept, without any rank."""
 
 import _thread
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 
 from objcomm._failures.verdict import Cause, Verdict
 from objcomm._p2p import mailbox as module
+from objcomm._p2p.call import Receive
 from objcomm._p2p.mailbox import Arrived, Mailbox, RecvRequest
+from objcomm._transport.lane import Lane
 from objcomm._wire.header import Header, Operation
 from tests.unit.mailboxes import (
     DESYNC,
@@ -236,6 +239,15 @@ def test_only_requests_for_any_rank_wait_on_the_lane_of_a_new_connection() -> No
         box.ask(asked.request)
     box.expect(1, object(), lambda: None, LANE)
     assert lanes == {None: {1: LANE}, 1: {}, 2: {}}
+
+
+def test_a_receive_waits_on_the_lane_of_each_ranks_latest_connection() -> None:
+    receive: Any = object.__new__(Receive)
+    receive.entry = object()
+    first, second, other = (Lane("", 0, threading.main_thread()) for _ in range(3))
+    for peer, lane in ((1, first), (2, other), (1, second)):
+        receive._wait_on(peer, lane)  # noqa: SLF001  # as the mailbox calls it
+    assert [len(each.p2p_calls) for each in (first, second, other)] == [0, 1, 1]
 
 
 def test_the_end_of_an_earlier_connection_does_not_count() -> None:
