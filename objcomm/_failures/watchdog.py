@@ -610,7 +610,7 @@ def compare_destroyed() -> None:
         _watchdogs.compare_calls(destroyed_only=True)
 
 
-def _compare_last(held: list[dist.Store]) -> None:
+def _compare_last(held: "list[dist.Store]") -> None:
     """Compare the calls on destroyed groups when their world is gone.
 
     Args:
