@@ -80,8 +80,8 @@ _EXPIRY_SECONDS = 0.9
 _MOST_LOOKED_AT = 4
 _INTERRUPT_SECONDS = 0.3
 _NUDGE = b"\0"  # not a signal number
-# How long to wait for the store when calls are compared. On a busy machine, one request may take a
-# second; only a store that is out of reach takes this long.
+# How long to wait for the store when calls are compared. A store that is out of reach delays the
+# end of the program by this; if a slow one were given up earlier, a mismatch would go unnoticed.
 _COMPARISON_SECONDS = 3.0
 # How long to wait at the end for delivery of data sent to other hosts.
 _DELIVERY_SECONDS = 0.5
