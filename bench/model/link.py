@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 
 from bench.model.world import Receive, World
-from objcomm._transport.link import Memory, Pending, Sharing
+from objcomm._transport.link import Memory, Pending, Pieces, Sharing
 from objcomm._wire.header import WINDOW_NBYTES
 
 
@@ -57,10 +57,13 @@ class ModelLink:
         """See ``Link``."""
         return None
 
-    def send(self, flat: Memory, peer: int, tag: int) -> Pending:
+    def send(self, flat: Memory | Pieces, peer: int, tag: int) -> Pending:
         """See ``Link``; completes immediately."""
         self._world.spend(self.rank, self._costs.send)
-        content = flat.numpy().tobytes() if isinstance(flat, torch.Tensor) else bytes(flat)
+        if isinstance(flat, torch.Tensor):
+            content = flat.numpy().tobytes()
+        else:
+            content = b"".join(flat) if isinstance(flat, list) else bytes(flat)
         self._world.send(self.rank, peer, tag, len(content), content)
 
     def recv(self, flat: Memory, peer: int, tag: int) -> Pending:

@@ -217,7 +217,7 @@ def _watched_links() -> Iterator[list[tuple[int, int]]]:
 
 def _noting(original: Callable[..., Any], sent: list[tuple[int, int]]) -> Callable[..., Any]:
     def send(link: Any, flat: Any, peer: int, tag: int) -> Any:
-        nbytes = flat.nbytes if isinstance(flat, torch.Tensor) else len(flat)
+        nbytes = sum(map(len, flat)) if isinstance(flat, list) else len(flat)
         sent.append((peer, nbytes))
         return original(link, flat, peer, tag)
 

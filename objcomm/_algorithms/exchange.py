@@ -121,14 +121,16 @@ class Exchange(Transfers):
         """
         if may_be_whole and not message.is_all_head:
             message.make_whole(self.head_max_nbytes)
-        head = self.gate.head_of(message, destination)
+        pieces = self.gate.pieces_of(message, destination)
+        head = pieces[0] if len(pieces) == 1 else pieces
+        nbytes = sum(map(len, pieces))
         link, tag = self._link, self.lane.tag
         for peer in peers:
             try:
                 pending = link.send(head, peer, tag)
             except LinkError as error:
                 raise self._naming(error, (peer,)) from error
-            self.entry.sent_nbytes += len(head)
+            self.entry.sent_nbytes += nbytes
             if pending is not None:
                 self.sends.append((pending, peer, head, message))
 

@@ -27,6 +27,7 @@ from objcomm._transport.link import (
     LinkTimeout,
     Memory,
     Pending,
+    Pieces,
     Sharing,
     payload_tag,
     receipt_tag,
@@ -136,7 +137,7 @@ class Transfers:
     lane: Lane
     _deadline: Deadline
     _meter: Meter
-    sends: list[tuple[Pending, int, Memory, object]]
+    sends: list[tuple[Pending, int, Memory | Pieces, object]]
     milestones: Sequence[list[_Milestone]] = ()
 
     # Properties, because small messages need none of these tags.

@@ -25,18 +25,21 @@ import time
 from struct import Struct
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
+from objcomm._codecs.buffers import readable
 from objcomm._transport.event_loop import ENDS, OWN_DOING, READS, EventLoop, hang_up
-from objcomm._transport.frames import FAREWELL_MAX_NBYTES, HEADER, Kind
+from objcomm._transport.frames import AHEAD_MAX_NBYTES, FAREWELL_MAX_NBYTES, HEADER, Kind
 from objcomm._transport.link import HOST_LOST, PEER_LOST
 from objcomm._transport.peer import Peer
-from objcomm._transport.pending import Transfer
+from objcomm._transport.pending import Members, Transfer
 from objcomm._transport.share import FILES_MAX, Share
 from objcomm._transport.sockets import Silence, await_delivery, is_outage
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from objcomm._transport.link import Memory
+    from objcomm._transport.link import Memory, Pieces
 
 # An open file of a process, as it is transferred.
 _DESCRIPTOR = Struct("i")
@@ -153,7 +156,11 @@ class Connection:
 
     def attach(self, end: socket.socket) -> None:
         """Start watching a socket: the one to send on, or the ``inlet``."""
-        if self._lost_seconds is not None:
+        if self._lost_seconds is None:
+            # So that a sender need not wake up in the middle of a message. The system may allow
+            # less. TCP chooses a size itself.
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, AHEAD_MAX_NBYTES)
+        else:
             silence = Silence(end, self._lost_seconds)
             if end is self.socket:
                 self.silence = silence
@@ -179,33 +186,34 @@ class Connection:
 
     # ------------------------------------------------------------------ out
 
-    def send(self, flat: Memory, view: memoryview, tag: int) -> Transfer | None:
+    def send(self, flat: Memory | Pieces, nbytes: int, tag: int) -> Transfer | None:
         """Begin to send a message.
 
         Args:
             flat: the message.
-            view: the same as a byte view for system calls.
+            nbytes: its length.
             tag: its tag.
 
         Returns:
             The transfer; None if the system has accepted the whole message.
         """
-        peer, nbytes, sent = self.peer, view.nbytes, 0
+        peer, sent = self.peer, 0
         head = peer.head_of(nbytes, tag)
-        if not head:
-            transfer = Transfer(flat, view)
-            peer.hold(transfer, tag)
-            self.carry_out()
-            return transfer
-        if self.is_open and not (self.own_handshake or peer.outgoing or peer.contents):
+        if head and self.is_open and not (self.own_handshake or peer.outgoing or peer.contents):
+            pieces = flat if isinstance(flat, list) else [flat]
+            if isinstance(flat, torch.Tensor):
+                pieces = [readable(flat)]
             try:
-                sent = self.socket.sendmsg((head, view), (), socket.MSG_NOSIGNAL)
+                sent = self.socket.sendmsg((head, *pieces), (), socket.MSG_NOSIGNAL)
             except OSError as error:
                 self._has_no_room(error)
             if sent == len(head) + nbytes:
                 return None
-        transfer = Transfer(flat, view)
-        if peer.ended:
+        transfer = Members(flat) if isinstance(flat, list) else Transfer(flat)
+        if not head:
+            peer.hold(transfer, tag)
+            self.carry_out()
+        elif peer.ended:
             transfer.end(peer.ended)
         else:
             peer.queue(head, transfer, sent)

@@ -58,6 +58,7 @@ from objcomm._transport.link import (
     LinkTimeout,
     Memory,
     Pending,
+    Pieces,
 )
 from objcomm._transport.sockets import is_outage, notice_outages, open_sockets
 from objcomm._transport.store import reason_of
@@ -226,11 +227,12 @@ class GlooLink:
     def sharing_with(self, peer: int) -> None:
         """See ``Link``. Gloo copies everything."""
 
-    def send(self, flat: Memory, peer: int, tag: int) -> Pending:
+    def send(self, flat: Memory | Pieces, peer: int, tag: int) -> Pending:
         """See ``Link``."""
         try:
             if not isinstance(flat, torch.Tensor):  # Gloo takes nothing else
-                flat = torch.frombuffer(bytearray(flat), dtype=torch.uint8)
+                pieces = flat if isinstance(flat, list) else [flat]
+                flat = torch.frombuffer(bytearray().join(pieces), dtype=torch.uint8)
             return _begun(self._mesh.send, flat, self._places[peer], tag)
         except RuntimeError as error:
             raise _ended(error) from error

@@ -124,6 +124,8 @@ Pending = Any
 
 #: The memory of a transfer: a flat ``uint8`` tensor, or, to send only, bytes.
 Memory = torch.Tensor | bytes | bytearray | memoryview
+#: A message in several pieces, to send only.
+Pieces = list[bytes | memoryview]
 
 
 class Awaitable(Protocol):
@@ -182,11 +184,12 @@ class Link(Protocol):
         the link on one host.
         """
 
-    def send(self, flat: Memory, peer: int, tag: int) -> Pending:
+    def send(self, flat: Memory | Pieces, peer: int, tag: int) -> Pending:
         """Begin to send; returns immediately, whether or not the peer has posted a receive.
 
         Args:
-            flat: contiguous memory, which must stay alive and unchanged until the transfer ends.
+            flat: contiguous memory, or pieces that the peer receives as one message. It must stay
+                alive and unchanged until the transfer ends.
             peer: the receiver; never this rank.
             tag: 31 bits, from one of the functions of this module.
 

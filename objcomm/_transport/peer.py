@@ -136,16 +136,17 @@ class Peer:
 
     def queue(self, head: bytes, transfer: Transfer, sent: int = 0) -> None:
         """Queue a message, of which ``sent`` bytes, header included, were sent already."""
-        if sent < _HEADER_NBYTES:
-            self.outgoing.append((memoryview(head)[sent:], None, None))
-            sent = _HEADER_NBYTES
-        self.outgoing.append((transfer.view[sent - _HEADER_NBYTES :], transfer, None))
+        for each in (memoryview(head), *transfer.views[:-1]):
+            if sent < each.nbytes:
+                self.outgoing.append((each[sent:], None, None))
+            sent = max(0, sent - each.nbytes)
+        self.outgoing.append((transfer.view[sent:], transfer, None))
 
     def hold(self, transfer: Transfer, tag: int) -> None:
         """Keep a message until there is credit for it, or until the peer has a buffer for it."""
         if tag >> LANE_BITS:
             number = self._offer(transfer, tag)
-            self._say(Kind.OFFER, tag, transfer.view.nbytes, number)
+            self._say(Kind.OFFER, tag, transfer.nbytes, number)
         else:
             self._held.setdefault(tag, deque()).append(transfer)
 
@@ -249,8 +250,8 @@ class Peer:
     def take_offer(self, transfer: Transfer, number: int) -> None:
         """Fill a receive with the peer's offer of that number."""
         nbytes = self._offers[number]
-        room = transfer.nbytes if isinstance(transfer, Members) else transfer.view.nbytes
-        if isinstance(transfer, Loan) and nbytes == transfer.nbytes:
+        room = transfer.nbytes
+        if isinstance(transfer, Loan) and nbytes == transfer.lent_nbytes:
             transfer.share = self._shares.pop(number, None)
             transfer.number = number
             if transfer.share is not None:
@@ -429,7 +430,7 @@ class Peer:
             return
         head = HEADER.pack(Kind.CONTENT, tag, 0, number)
         self.contents.append((memoryview(head), None, None))
-        for each in transfer.views[:-1] if isinstance(transfer, Members) else ():
+        for each in transfer.views[:-1]:
             self.contents.append((each, None, None))
         self.contents.append((transfer.view, transfer, None))
 
@@ -475,7 +476,7 @@ class Peer:
             return
         del ahead[:count]
         held = self._held.get(tag)
-        while held and may_be_ahead(ahead, nbytes := held[0].view.nbytes):
+        while held and may_be_ahead(ahead, nbytes := held[0].nbytes):
             ahead.append(nbytes)
             head = HEADER.pack(_MESSAGE, tag, nbytes, self._unreported.pop(tag, 0))
             self.queue(head, held[0])

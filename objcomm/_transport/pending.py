@@ -53,15 +53,19 @@ class Transfer(Awaited):
         flat: its memory, which must stay alive while bytes may arrive, and may be reused when the
             transfer is over.
         view: the same memory as a byte view for system calls.
+        views: all views that are sent or filled one after another; the last one is ``view``.
+        nbytes: their total length.
     """
 
-    __slots__ = ("flat", "view")
+    __slots__ = ("flat", "nbytes", "view", "views")
 
     def __init__(self, flat: Memory, view: memoryview | None = None) -> None:
         if view is None:
             view = writable(flat) if isinstance(flat, torch.Tensor) else memoryview(flat)
         self.flat = flat
         self.view = view
+        self.views: Sequence[memoryview] = (view,)
+        self.nbytes = view.nbytes
         self.is_over = False
         self.reason = ""
         self.turn = None
@@ -72,16 +76,14 @@ class Members(Transfer):
 
     Attributes:
         flats: all of them.
-        views: the same blocks as byte views for system calls.
-        nbytes: their total length.
     """
 
-    __slots__ = ("flats", "nbytes", "views")
+    __slots__ = ("flats",)
 
-    def __init__(self, flats: Sequence[torch.Tensor]) -> None:
+    def __init__(self, flats: Sequence[Memory]) -> None:
         super().__init__(flats[-1])
         self.flats = flats
-        self.views = [writable(flat) for flat in flats]
+        self.views = [Transfer(flat).view for flat in flats]
         self.nbytes = sum(map(len, self.views))
 
 
@@ -110,17 +112,17 @@ class Loan(Transfer):
     """Memory that a peer offers; see ``link.Borrowed``.
 
     Attributes:
-        nbytes: total length of its members.
+        lent_nbytes: total length of its members.
         peer: the rank that offers it.
         number: number of the offer, for content that can only be copied.
         share: the memory, once it has arrived.
     """
 
-    __slots__ = ("nbytes", "number", "peer", "share")
+    __slots__ = ("lent_nbytes", "number", "peer", "share")
 
     def __init__(self, nbytes: int, peer: int) -> None:
         super().__init__(_NOTHING)
-        self.nbytes = nbytes
+        self.lent_nbytes = nbytes
         self.peer = peer
         self.number = 0
         self.share: Share | None = None

@@ -16,9 +16,6 @@ import sys
 import time
 from typing import TYPE_CHECKING, NoReturn, Self
 
-import torch
-
-from objcomm._codecs.buffers import writable
 from objcomm._transport.calling import Calling
 from objcomm._transport.connection import (
     TORN,
@@ -51,8 +48,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from datetime import timedelta
 
+    import torch
+
     from objcomm._transport.doors import Doors
-    from objcomm._transport.link import Borrowed, Memory
+    from objcomm._transport.link import Borrowed, Memory, Pieces
     from objcomm._transport.share import Share
 
 # How long the attending thread leaves received data to a thread that waits, or has just waited.
@@ -156,19 +155,19 @@ class StreamLink:
 
     # ------------------------------------------------------------------ transfers
 
-    def send(self, flat: Memory, peer: int, tag: int) -> Pending:
+    def send(self, flat: Memory | Pieces, peer: int, tag: int) -> Pending:
         """See ``Link``."""
         if self.is_interrupted():
             raise LinkError(IN_A_HANDLER)
         connection = self._connections.get(peer) or self._opened(peer)
-        view = writable(flat) if isinstance(flat, torch.Tensor) else memoryview(flat)
-        if view.nbytes > UNASKED_MAX_NBYTES and not tag >> LANE_BITS:
-            raise ValueError(f"a first message of {view.nbytes} bytes")
+        nbytes = sum(map(len, flat)) if isinstance(flat, list) else len(flat)
+        if nbytes > UNASKED_MAX_NBYTES and not tag >> LANE_BITS:
+            raise ValueError(f"a first message of {nbytes} bytes")
         with self._lock:
             if connection.peer.ended:
                 raise LinkClosed(connection.peer.ended)
             try:
-                pending = connection.send(flat, view, tag)
+                pending = connection.send(flat, nbytes, tag)
             except BaseException:  # whole or not at all: a signal handler may raise at any step
                 connection.end(TORN)
                 raise

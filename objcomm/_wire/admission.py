@@ -80,14 +80,21 @@ class Gate:
             self._seen: set[tuple[int, int]] = set()
 
     def head_of(self, message: Message, destination: int = EVERYONE) -> bytes | memoryview:
-        """Return the bytes of a message's head, signed if there is a key and this rank created it.
+        """Return the bytes of a message's head; see ``pieces_of``."""
+        pieces = self.pieces_of(message, destination)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def pieces_of(self, message: Message, destination: int = EVERYONE) -> list[bytes | memoryview]:
+        """Return a message's head in pieces, signed if there is a key and this rank created it.
+
+        The content of a whole message is not copied.
 
         Args:
             message: the message to send; a received one is forwarded unchanged.
             destination: the only rank that may take it.
         """
         if message.arrived is not None:
-            return message.arrived
+            return [message.arrived]
         signer, body = self.signer, message.body
         if signer is None:
             packed = message.header.pack()
@@ -99,8 +106,8 @@ class Gate:
             header = message.header._replace(destination=destination, number=self._sent)
             packed = header.pack(signer.sign)
         if message.header.flags & _WHOLE:
-            return b"".join([packed, *message.content()])
-        return packed + body if len(body) <= INLINE_NBYTES else packed
+            return [packed, *message.content()]
+        return [packed + body if len(body) <= INLINE_NBYTES else packed]
 
     def header_in(self, raw: bytes | bytearray | memoryview, sender: int | None = None) -> Header:
         """Return the header of a received message after verifying its origin.

@@ -164,7 +164,8 @@ class MemoryLink:
 
     def send(self, flat: Any, peer: int, tag: int = -1) -> Departure:
         if not isinstance(flat, torch.Tensor):
-            flat = torch.frombuffer(bytearray(flat), dtype=torch.uint8)
+            pieces = flat if isinstance(flat, list) else [flat]
+            flat = torch.frombuffer(bytearray().join(pieces), dtype=torch.uint8)
         assert flat.numel() > 0 or self.may_send_nothing, "a message without need"
         self._check(peer)
         self.sent.append((flat.numel(), tag))

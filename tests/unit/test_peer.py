@@ -5,7 +5,7 @@ import math
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -290,11 +290,18 @@ def test_how_long_a_message_may_be_that_was_not_requested() -> None:
     assert Peer(1).head_of(unasked, HEAD) == frame(Kind.MESSAGE, HEAD, unasked)
 
 
-@pytest.mark.parametrize("sent", [0, 3, HEADER.size, HEADER.size + 3])
-def test_the_rest_of_a_partly_sent_message_goes_out(sent: int) -> None:
-    one, whole = Peer(1), frame(Kind.MESSAGE, HEAD, 6) + b"abcdef"
-    one.queue(one.head_of(6, HEAD), Transfer(b"abcdef"), sent)
+@pytest.mark.parametrize("make", [Transfer, lambda _: Members([b"ab", b"c", b"def"])])
+@pytest.mark.parametrize("sent", range(HEADER.size + 6))
+def test_the_rest_of_a_partly_sent_message_goes_out(
+    make: Callable[[bytes], Transfer], sent: int
+) -> None:
+    one, whole, transfer = Peer(1), frame(Kind.MESSAGE, HEAD, 6) + b"abcdef", make(b"abcdef")
+    one.queue(one.head_of(6, HEAD), transfer, sent)
     assert b"".join(each for each, *_ in one.outgoing) == whole[sent:]
+    while (first := one.first_out()) is not None:
+        assert not transfer.is_over
+        one.sent(len(first[0]))
+    assert transfer.is_over
 
 
 def test_as_much_as_is_allowed_may_wait_and_what_was_taken_makes_room() -> None:

@@ -225,9 +225,9 @@ def test_a_farewell_reaches_the_connected_ranks(make: Make, *, across: bool) -> 
 
 
 def test_no_farewell_is_sent_in_the_middle_of_a_message() -> None:
-    flat = filled(4 << 20)
+    flat = filled(8 << 20)  # more than the system's buffers accept
     with joined() as (link, other):
-        sent, coming = link.send(flat, 1, TAG), other.recv(room(4 << 20), 0, TAG)
+        sent, coming = link.send(flat, 1, TAG), other.recv(room(8 << 20), 0, TAG)
         other.move()  # it asks for the message
         link.move()  # this fills the system's buffers
         assert not is_over(link, sent)
@@ -246,6 +246,20 @@ def test_a_farewell_counts_once_the_connection_has_ended() -> None:
         with mock.patch.object(link._loop, "handle_pending"):  # noqa: SLF001  # by another thread
             assert link.closed_by() == [1]
             assert link.farewell_of(1) == b"why"
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_messages_in_pieces_arrive_whole_however_little_the_system_accepts(*, across: bool) -> None:
+    pieces: list[bytes | memoryview] = [bytes([at]) * n for at, n in enumerate((1, 900_000, 0, 7))]
+    sent = [[*pieces, bytes([at])] for at in range(4)]  # together more than the peer gives credit
+    with joined(across=across) as (link, other), ThreadPoolExecutor(1) as threads:
+        link._connections[1].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # noqa: SLF001  # the least
+        pending = [link.send(each, 1, HEAD) for each in sent]
+        until = time.monotonic() + LIMIT.total_seconds()
+        taking = threads.submit(lambda: [other.take(0, HEAD, until) for _ in sent])
+        for each in pending:
+            link.wait(each, LIMIT)
+        assert taking.result() == [b"".join(each) for each in sent]
 
 
 def test_too_long_a_first_message_is_an_error_that_ends_nothing() -> None:
