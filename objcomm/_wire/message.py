@@ -103,7 +103,7 @@ class Message:
     def make_whole(self, head_max_nbytes: int) -> None:
         """Mark a message to be sent entirely as its head, if that is allowed and it fits.
 
-        This copies its memory, which, up to a few MiB, costs less than separate messages.
+        The receiver then copies its buffers, which costs less than separate messages do.
         """
         header = self.header
         is_short = HEADER_NBYTES + header.nbytes <= head_max_nbytes

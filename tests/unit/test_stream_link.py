@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import cast
 from unittest import mock
 
@@ -260,6 +261,14 @@ def test_messages_in_pieces_arrive_whole_however_little_the_system_accepts(*, ac
         for each in pending:
             link.wait(each, LIMIT)
         assert taking.result() == [b"".join(each) for each in sent]
+
+
+def test_the_system_of_a_host_accepts_a_message_while_its_receiver_computes() -> None:
+    allowed = int(Path("/proc/sys/net/core/wmem_max").read_text())
+    with joined() as (link, other):
+        nbytes = min(UNASKED_MAX_NBYTES, allowed + 1)  # the default is at most what is allowed
+        assert link.send(filled(nbytes), 1, HEAD) is None
+        assert len(other.take(0, HEAD, time.monotonic() + LIMIT.total_seconds())) == nbytes
 
 
 def test_too_long_a_first_message_is_an_error_that_ends_nothing() -> None:
