@@ -1,6 +1,5 @@
 """Code that looks at descriptors, or opens one, leaves none behind."""
 
-import contextlib
 import gc
 import socket
 from pathlib import Path
@@ -10,16 +9,13 @@ import pytest
 from objcomm import UsageError
 from objcomm._transport.sockets import notice_outages, open_sockets, other_ends
 from objcomm._wire.signing import read_key_file
+from tests.open_files import open_files
 
 
-def open_descriptors() -> dict[str, str]:
-    """Return this process's descriptors and their targets, once dropped objects are closed."""
+@pytest.fixture(autouse=True)
+def _without_garbage() -> None:
+    """Close what earlier tests dropped, which might otherwise be collected in between."""
     gc.collect()
-    found = {}
-    for each in list(Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(OSError):  # the descriptor that read the folder
-            found[each.name] = str(each.readlink())
-    return found
 
 
 def test_setting_limits_of_connections_leaves_no_descriptor() -> None:
@@ -27,10 +23,10 @@ def test_setting_limits_of_connections_leaves_no_descriptor() -> None:
         sockets = open_sockets()
         port = listener.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)), listener.accept()[0]:
-            before = open_descriptors()
+            before = open_files()
             notice_outages(sockets, 30.0)
             assert other_ends(sockets, port)
-            assert open_descriptors() == before
+            assert open_files() == before
 
 
 @pytest.mark.parametrize("key", [b"a key of sixteen bytes or more", b"short"])
@@ -38,9 +34,9 @@ def test_a_key_file_is_closed_whatever_its_content(tmp_path: Path, key: bytes) -
     path = tmp_path / "key"
     path.write_bytes(key)
     path.chmod(0o600)
-    before = open_descriptors()
+    before = open_files()
     try:
         read_key_file(str(path))
     except UsageError:
         assert key == b"short"
-    assert open_descriptors() == before
+    assert open_files() == before
