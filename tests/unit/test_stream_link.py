@@ -4,7 +4,7 @@ import errno
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import timedelta
@@ -13,9 +13,6 @@ from typing import cast
 from unittest import mock
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from objcomm._transport.frames import AHEAD_MAX, AHEAD_MAX_NBYTES, UNASKED_MAX_NBYTES, Kind
 from objcomm._transport.link import LinkClosed, LinkTimeout, payload_tag
@@ -277,44 +274,3 @@ def test_too_long_a_first_message_is_an_error_that_ends_nothing() -> None:
             link.send(filled(UNASKED_MAX_NBYTES + 1), 1, HEAD)
         link.send(filled(1), 1, HEAD)
         assert other.take(0, HEAD, time.monotonic() + LIMIT.total_seconds()) == b"\7"
-
-
-_LENGTHS = st.one_of(st.integers(0, 300), st.sampled_from([1 << 16, (1 << 16) + 1, 200_000]))
-
-
-def posted_early(messages: list[tuple[int, int, bool]]) -> Iterator[int]:
-    """Number the messages whose receives are posted first: of each tag, those before a late one."""
-    late = set[int]()
-    for at, (tag, _, is_early) in enumerate(messages):
-        if not is_early:
-            late.add(tag)
-        if tag not in late:
-            yield at
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), _LENGTHS, st.booleans()), max_size=30))
-def test_messages_arrive_in_the_order_of_their_tag(messages: list[tuple[int, int, bool]]) -> None:
-    """The buffers hold no message whole; receives are posted early or late."""
-    with joined() as (sender, receiver), ThreadPoolExecutor(1) as threads:
-        for link in (sender, receiver):
-            (connection,) = link._connections.values()  # noqa: SLF001  # no public way to the socket
-            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-        flats = [filled(length, 1 + at) for at, (_, length, _) in enumerate(messages)]
-        into = [room(length + is_early) for _, length, is_early in messages]
-        tags = [TAG + tag for tag, _, _ in messages]
-        posted = {at: receiver.recv(into[at], 0, tags[at]) for at in posted_early(messages)}
-
-        def send() -> None:
-            for each in [sender.send(flats[at], 1, tag) for at, tag in enumerate(tags)]:
-                sender.wait(each, LIMIT)
-
-        sending = threads.submit(send)
-        for at, tag in enumerate(tags):
-            if at not in posted:
-                posted[at] = receiver.recv(into[at], 0, tag)
-        for pending in posted.values():
-            receiver.wait(pending, LIMIT)
-        sending.result()
-        for flat, each in zip(flats, into, strict=True):
-            assert torch.equal(each[: flat.numel()], flat)
-            assert not each[flat.numel() :].any()
