@@ -48,20 +48,6 @@ def head_of(exchange: Exchange, **options: Any) -> bytes | memoryview:
     return exchange.gate.head_of(message_of(exchange), **options)
 
 
-@pytest.mark.parametrize("is_large", [False, True], ids=["inline", "large"])
-def test_a_signed_message_arrives(*, is_large: bool) -> None:
-    sending, receiving, _ = pair()
-    sent = message_of(sending, is_large=is_large)
-    sending.send_head(sent, [0])
-    sending.send_rest(sent, [0])
-    (got,) = receiving.recv_heads([1])
-    receiving.recv_rest([(1, got)])
-    got.check()
-    assert bytes(got.meta) == b"content"
-    assert got.header.signature != bytes(32)
-    assert (got.header.number, got.header.destination) == (1, -1)
-
-
 @pytest.mark.parametrize(
     ("sender", "receiver", "text"),
     [

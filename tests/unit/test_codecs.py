@@ -280,17 +280,6 @@ def test_plain_data_refuses_rather_than_change_a_type(name: str) -> None:
     assert caught.value.path.startswith("obj['x'][0]")
 
 
-def test_a_cycle_arrives_or_is_refused_by_plain_data(codec: str) -> None:
-    cycle: list[Any] = []
-    cycle.append(cycle)
-    if codec == "msgpack":
-        with pytest.raises(EncodeError):
-            objcomm.to_tensor(cycle, codec=codec)
-    else:
-        got = objcomm.from_tensor(objcomm.to_tensor(cycle, codec=codec))
-        assert got[0] is got
-
-
 def test_the_error_for_deep_nesting_says_how_deep_an_object_may_be(codec: str) -> None:
     deep: Any = None
     linked: Any = None
@@ -376,7 +365,7 @@ def test_arrays_and_tensors_over_the_same_memory_stay_tied(numel: int, allow: An
 def test_tensors_over_a_small_array_stay_tied_on_a_device() -> None:
     array = np.arange(6.0)
     sent = objcomm.to_tensor([array, torch.from_numpy(array), torch.from_numpy(array).view(2, 3)])
-    kept, left, right = objcomm.from_tensor(sent, device=torch.device("meta"))
+    kept, left, right = objcomm.from_tensor(sent, device="meta")
     assert_same(kept, array)
     assert left.is_meta
     assert left.untyped_storage() is not None
@@ -516,13 +505,6 @@ def test_plain_data_refuses_a_syntax_error_whose_position_was_changed() -> None:
     assert objcomm.from_tensor(objcomm.to_tensor(error)).lineno == 7
     with pytest.raises(EncodeError, match="'lineno' was changed"):
         objcomm.to_tensor([error], codec="msgpack")
-
-
-def test_device_moves_the_tensors_of_an_object() -> None:
-    sent = objcomm.to_tensor({"a": [torch.ones(3)], "n": np.ones(2)})
-    got = objcomm.from_tensor(sent, device="meta")
-    assert got["a"][0].is_meta
-    assert isinstance(got["n"], np.ndarray)
 
 
 @pytest.mark.parametrize(

@@ -64,16 +64,6 @@ def test_a_type_of_device_with_its_own_backend_has_a_link(
     assert list(linked_devices(group)) == [torch.device(each) for each in joined]
 
 
-def test_a_real_gloo_group_has_no_link(tmp_path: Any) -> None:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        group: Any = dist.group.WORLD
-        assert linked_devices(group) == {}
-    finally:
-        dist.destroy_process_group()
-
-
 class NotingLink:
     """A link that notes what it was given."""
 

@@ -266,14 +266,6 @@ def test_the_places_of_missing_ranks_come_first_if_there_are_too_many() -> None:
     assert "rank 5 is in" in text
 
 
-def test_ranks_out_of_step_are_grouped_by_call() -> None:
-    positions = [_at(each, 10 if each % 2 else 20) for each in range(64)]
-    text = str(errors.DesyncError("different operations", positions))
-    assert text.count("barrier") == 2
-    assert "ranks 0, 2, 4, " in text
-    assert ", but ranks 1, 3, 5, " in text
-
-
 @pytest.mark.parametrize("size", [3, 64, 1000])
 def test_ranks_that_failed_alike_show_their_traceback_once(size: int) -> None:
     error = errors.CollectiveError("gather", _failures(range(size)))

@@ -102,16 +102,6 @@ def test_values_combined_along_the_tree_stay_in_the_order_of_ranks(spread: str, 
             assert crossings == len(set(hosts)) - 1
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_the_depth_of_a_binomial_tree_is_logarithmic(size: int) -> None:
-    def depth(rank: int, root: int) -> int:
-        parent = topology.binomial(rank, root, size)[0]
-        return 0 if parent is None else 1 + depth(parent, root)
-
-    for root in range(size):
-        assert max(depth(rank, root) for rank in range(size)) <= size.bit_length()
-
-
 def test_a_large_payload_takes_a_tree_within_a_host_and_a_line_between_hosts() -> None:
     assert topology.for_payload(128 << 20, [0] * 4)[0] is topology.binomial
     large, _ = topology.for_payload(128 << 20, [0, 1, 0, 1])

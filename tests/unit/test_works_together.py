@@ -115,7 +115,3 @@ def test_a_work_that_ends_after_its_loop_was_closed_logs_nothing(
     asyncio.run(main())
     assert flight.end().wait() == "late"
     assert caplog.records == []
-
-
-def test_a_work_that_has_ended_can_be_awaited(begun: Begin) -> None:
-    assert asyncio.run(awaiting(begun("early").end())) == "early"
