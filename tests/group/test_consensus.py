@@ -12,7 +12,7 @@ import objcomm
 from objcomm import CollectiveError, UsageError
 from tests.cases import case
 from tests.group.helpers import RefusesToPickle, assert_group_works, error_in, subgroup
-from tests.ranks import ranks, solo
+from tests.ranks import ranks
 
 VALUES: dict[str, Any] = {
     "a config": {"lr": 0.1, "layers": (64, 10), "nan": math.nan},
@@ -128,20 +128,3 @@ def test_flags_of_all_ranks_become_one_answer() -> None:
     with pytest.raises(UsageError):
         objcomm.shared_seed(timeout=-1)
     assert_group_works()
-
-
-@solo()
-def test_all_work_without_torch_distributed() -> None:
-    value = {"lr": math.nan}
-    assert objcomm.agree(value) is value
-    assert objcomm.any_rank([1]) is True
-    assert objcomm.all_ranks([]) is False
-    assert type(objcomm.shared_seed()) is int
-
-
-@solo(environment={"WORLD_SIZE": "2"})
-def test_a_job_that_has_not_joined_its_group_is_refused() -> None:
-    calls: list[Any] = [lambda: objcomm.agree(1), objcomm.shared_seed]
-    for call in calls:
-        with pytest.raises(UsageError, match="init_process_group"):
-            call()
