@@ -1,12 +1,8 @@
 """What asynchronous operations leave behind, and where they can be seen."""
 
-import contextlib
-import gc
 import linecache
 import warnings
 import weakref
-from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -22,14 +18,13 @@ from tests.group.helpers import (
     RefusesToArrive,
     RefusesToPickle,
     assert_group_works,
-    fill_history,
     hear,
     is_waiting,
     say,
     tell_all,
 )
 from tests.group.in_flight import lines
-from tests.group.operations import OBJECT_OPERATIONS, OPERATIONS
+from tests.group.test_lifetimes import no_collector
 from tests.ranks import ranks
 from tests.waits import wait_until
 from tests.workers import here
@@ -93,36 +88,12 @@ def _names_of_lines() -> list[str]:
     return sorted(thread.name for thread in lines())
 
 
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-@ranks(1, 3)
-@pytest.mark.parametrize("name", OBJECT_OPERATIONS)
-def test_neither_what_was_sent_nor_what_arrived_is_kept(name: str) -> None:
-    with _without_garbage_collection():
-        mine = Held()
-        work: Any = OPERATIONS[name](mine, async_op=True)
-        got = work.wait()
-        several = got if isinstance(got, list) else [got]
-        kept = [weakref.ref(obj) for obj in (mine, work, *several) if obj is not None]
-        objcomm.barrier(async_op=True).wait()
-        objcomm.barrier()
-        del mine, got, several, work
-        assert [ref() for ref in kept] == [None] * len(kept)
-
-
 @ranks(2)
 def test_a_call_that_failed_in_flight_keeps_nothing() -> None:
     def fail(_left: Any, _right: Any) -> Any:
         raise LookupError("by design")
 
-    with _without_garbage_collection():
+    with no_collector():
         mine = Held()
         work = objcomm.all_reduce(mine, fail, async_op=True)
         with pytest.raises(CollectiveError):
@@ -137,7 +108,7 @@ def test_a_call_that_failed_in_flight_keeps_nothing() -> None:
 @ranks(2)
 def test_a_receive_that_failed_in_flight_keeps_nothing() -> None:
     objcomm.barrier()
-    with _without_garbage_collection():
+    with no_collector():
         if here().rank == 0:
             objcomm.send(RefusesToArrive(1), 1)
         else:
@@ -148,25 +119,6 @@ def test_a_receive_that_failed_in_flight_keeps_nothing() -> None:
             del work
             wait_until(lambda: kept() is None, "its thread to let go of it, which it does last")
         objcomm.barrier()
-
-
-@ranks(2)
-def test_memory_does_not_grow_with_the_number_of_works() -> None:
-    def call_often() -> int:
-        for turn in range(25):
-            works = [
-                objcomm.all_gather((turn, bytes(100_000)), async_op=True),
-                objcomm.all_reduce(torch.ones(20_000), async_op=True),
-            ]
-            objcomm.wait_all(works)
-        del works
-        gc.collect()
-        return len(gc.get_objects())
-
-    fill_history()
-    counts = [call_often() for _ in range(5)]
-    # A leak per turn shows in every round, the start or end of a thread in only one.
-    assert min(after - before for before, after in pairwise(counts)) < 15, counts
 
 
 # Where operations can be seen
@@ -192,15 +144,6 @@ def _last_recorded() -> dict[str, Any]:
     (group,) = objcomm.recorder.dump(group=dist.group.WORLD)["groups"]
     last: dict[str, Any] = group["entries"][-1]
     return last
-
-
-@ranks(2)
-def test_works_are_counted_as_calls() -> None:
-    objcomm.reset_stats()
-    objcomm.wait_all([objcomm.all_gather(bytes(1000), async_op=True) for _ in range(3)])
-    counted = objcomm.stats()["all_gather"]
-    assert counted.calls == 3
-    assert counted.received_nbytes > 3000
 
 
 @ranks(2)

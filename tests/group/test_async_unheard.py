@@ -91,18 +91,6 @@ def test_a_call_behind_an_error_fails_with_it_as_on_the_ranks_that_began_it_befo
     assert_group_works()
 
 
-@ranks(3)
-def test_a_call_behind_an_error_fails_with_it_in_a_subgroup() -> None:
-    with subgroup(0, 1) as group:
-        if here().rank < 2:
-            objcomm.barrier(group=group)
-            work = _start_mismatched(group)
-            with _rank_0_retrieves_last(work, 1):
-                _assert_all_raise(work, objcomm.all_gather(2, group=group, async_op=True))
-            assert_group_works(group)
-    assert_group_works()
-
-
 async def _answer_of(work: Work[Any]) -> Any:
     return await work
 

@@ -1,7 +1,6 @@
 """Callbacks that call objcomm, and errors too long for one message."""
 
 import itertools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -37,22 +36,6 @@ def test_a_callback_that_communicates_fails_the_call_on_every_rank() -> None:
             call()
         assert list(caught.value.failures) == [0]
         assert_group_works()
-
-
-@ranks(2)
-def test_a_callback_that_waits_for_a_later_call_fails() -> None:
-    works: list[Any] = []
-    have_begun = threading.Event()
-
-    def impatient(left: Any, right: Any) -> Any:
-        assert have_begun.wait(PATIENCE_S)
-        return left + right + works[1].wait()
-
-    works += [objcomm.all_reduce(1, impatient, async_op=True), objcomm.all_gather(1, async_op=True)]
-    have_begun.set()
-    assert "comes after" in str(error_in(CollectiveError, lambda: works[0].wait(PATIENCE_S)))
-    assert works[1].wait(PATIENCE_S) == [1, 1]
-    assert_group_works()
 
 
 @ranks(2, 3)

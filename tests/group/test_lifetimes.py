@@ -36,14 +36,20 @@ def no_collector() -> Iterator[None]:
 
 
 @ranks(1, 3)
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("name", OBJECT_OPERATIONS)
-def test_neither_a_sent_nor_a_received_object_is_kept(name: str) -> None:
+def test_neither_a_sent_nor_a_received_object_is_kept(name: str, *, is_async: bool) -> None:
     with no_collector():
-        mine = Held()
-        got: Any = OPERATIONS[name](mine)
+        mine, kept = Held(), list[weakref.ref[Any]]()
+        got: Any = OPERATIONS[name](mine, async_op=is_async)
+        if is_async:
+            kept.append(weakref.ref(got))
+            got = got.wait()
         several = got if isinstance(got, list) else [got]
-        kept = [weakref.ref(obj) for obj in (mine, *several) if obj is not None]
-        # Make another call, because the messages of the last one might be kept.
+        kept += [weakref.ref(obj) for obj in (mine, *several) if obj is not None]
+        # Make other calls, because the messages of the last one might be kept.
+        if is_async:
+            objcomm.barrier(async_op=True).wait()
         objcomm.barrier()
         del mine, got, several
         assert [ref() for ref in kept] == [None] * len(kept)
@@ -56,6 +62,12 @@ def test_memory_does_not_grow_with_the_number_of_calls() -> None:
             objcomm.all_gather((turn, bytes(100_000)))
             objcomm.all_reduce(torch.ones(20_000))
             objcomm.gather("small")
+            works = [
+                objcomm.all_gather((turn, bytes(100_000)), async_op=True),
+                objcomm.all_reduce(torch.ones(20_000), async_op=True),
+            ]
+            objcomm.wait_all(works)
+        del works
         gc.collect()
         return len(gc.get_objects())
 
