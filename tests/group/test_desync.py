@@ -154,17 +154,6 @@ def test_the_beginning_of_a_long_name_is_shown() -> None:
     assert_group_works()
 
 
-@ranks(3)
-def test_a_rank_that_is_a_call_ahead_is_found() -> None:
-    objcomm.barrier()
-    if here().rank == 1:
-        error = desync_in(lambda: objcomm.all_gather("only here"))
-    else:
-        error = desync_in(objcomm.barrier, lambda: objcomm.all_gather("x"))
-    assert {"all_gather", "barrier"} <= {each.operation for each in error.positions.values()}
-    assert_group_works()
-
-
 @ranks(2)
 def test_a_sender_that_is_some_calls_ahead_is_found() -> None:
     """Rank 0 sends in calls that rank 1 never makes, each a different operation."""
@@ -178,14 +167,6 @@ def test_a_sender_that_is_some_calls_ahead_is_found() -> None:
     else:
         desync_in(lambda: objcomm.all_gather("c"))
     assert_group_works()
-
-
-@ranks(2)
-def test_two_call_sites_of_one_operation_are_not_a_desync() -> None:
-    if here().rank == 0:
-        assert objcomm.all_gather("a") == ["a", "b"]
-    else:
-        assert objcomm.all_gather("b") == ["a", "b"]
 
 
 @ranks(3)
@@ -258,15 +239,6 @@ def in_a_circle() -> Iterator[dist.ProcessGroup]:
     """A group of this rank and the next one, so that three ranks can wait for each other."""
     with subgroup(0, 1) as a, subgroup(1, 2) as b, subgroup(0, 2) as c:
         yield (a, b, c)[here().rank]
-
-
-@ranks(3)
-def test_ranks_that_wait_in_a_circle_of_groups_raise() -> None:
-    with in_a_circle() as group:
-        error = desync_in(lambda: objcomm.all_gather("x", group=group))
-        assert error.reason == "each waits for another"
-        tell_all("deadlock", "")
-        assert_group_works()
 
 
 @ranks(3)

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import objcomm
-from objcomm import DesyncError, UsageError
+from objcomm import UsageError
 from objcomm._observe import lines
-from tests.group.helpers import assert_group_works, error_in, subgroup
+from tests.group.helpers import assert_group_works, subgroup
 from tests.group.logs import Collecting, collected
 from tests.group.operations import OPERATIONS
-from tests.group.watched import closely, patiently
+from tests.group.test_desync import desync_in
 from tests.ranks import OVER_GLOO, ranks
 from tests.workers import here
 
@@ -84,18 +84,6 @@ def _logged() -> Iterator[Collecting]:
         yield found
 
 
-def _desync_in(*calls: Callable[[], Any]) -> DesyncError:
-    """The error that one of these calls must raise; a rank that waits for no other raises later."""
-
-    def make_calls() -> None:
-        for call in calls:
-            call()
-
-    with closely(), patiently():
-        error: DesyncError = error_in(DesyncError, make_calls)
-    return error
-
-
 def _mine(kind: str, **options: Any) -> Callable[[], Any]:
     """This rank's call, which the first rank makes on another line than the others."""
     call = _calls(here().world_size)[kind]
@@ -144,7 +132,7 @@ def test_lines_are_compared_over_gloo_too() -> None:
         _pair_by_mistake()
     assert len(found.told) == 2
     with objcomm.configure(check="lines"):
-        assert _desync_in(_mine("gather"), objcomm.barrier).reason == "other lines"
+        assert desync_in(_mine("gather"), objcomm.barrier).reason == "other lines"
         assert_group_works()
 
 
@@ -177,7 +165,7 @@ def test_a_root_in_a_branch_of_its_own_is_not_logged() -> None:
 def test_different_lines_can_be_an_error_on_every_rank(kind: str) -> None:
     objcomm.barrier()
     with _logged() as found, objcomm.configure(check="lines"):
-        error = _desync_in(_mine(kind), objcomm.barrier)
+        error = desync_in(_mine(kind), objcomm.barrier)
         assert error.reason == "other lines"
         assert len(error.positions) >= 2
         assert len(set(_numbers(str(error)))) >= 2  # one more where this rank had returned
@@ -191,7 +179,7 @@ def test_different_lines_can_be_an_error_on_every_rank(kind: str) -> None:
 def test_one_rank_that_checks_lines_is_enough() -> None:
     objcomm.barrier()
     with _logged(), objcomm.configure(check="lines" if here().rank == 0 else False):
-        assert _desync_in(_mine("all_gather"), objcomm.barrier).reason == "other lines"
+        assert desync_in(_mine("all_gather"), objcomm.barrier).reason == "other lines"
     assert_group_works()
 
 
@@ -199,7 +187,7 @@ def test_one_rank_that_checks_lines_is_enough() -> None:
 def test_the_environment_can_ask_for_lines() -> None:
     objcomm.broadcast(1)
     assert objcomm.stats()["broadcast"].exchanges == 1  # no ranks have met before
-    assert _desync_in(_mine("all_gather"), objcomm.barrier).reason == "other lines"
+    assert desync_in(_mine("all_gather"), objcomm.barrier).reason == "other lines"
     assert_group_works()
     with objcomm.configure(check=False), _logged() as found:
         _mine("all_gather")()
@@ -211,7 +199,7 @@ def test_the_environment_can_ask_for_lines() -> None:
 def test_lines_of_signed_messages_are_compared() -> None:
     with objcomm.configure(key=b"a key of sixteen bytes", check="lines"):
         objcomm.barrier()
-        assert _desync_in(_mine("broadcast"), objcomm.barrier).reason == "other lines"
+        assert desync_in(_mine("broadcast"), objcomm.barrier).reason == "other lines"
         assert_group_works()
 
 
@@ -220,7 +208,7 @@ def test_lines_of_calls_in_flight_are_compared() -> None:
     objcomm.barrier()
     with objcomm.configure(check="lines"):
         work: Any = _mine("all_gather", async_op=True)()
-    assert _desync_in(work.wait).reason == "other lines"
+    assert desync_in(work.wait).reason == "other lines"
     assert_group_works()
 
 
@@ -239,7 +227,7 @@ def test_names_of_one_call_must_agree(operation: str) -> None:
     objcomm.barrier()
     name = "for all but the last" if here().rank < here().world_size - 1 else "for the last"
     call = _named_calls(here().world_size)[operation]
-    error = _desync_in(lambda: call(name=name), objcomm.barrier)
+    error = desync_in(lambda: call(name=name), objcomm.barrier)
     assert error.reason == "different names"
     # A rank that had returned has moved on by now.
     names = {each.name for each in error.positions.values()}
@@ -252,7 +240,7 @@ def test_names_of_one_call_must_agree(operation: str) -> None:
 def test_a_call_without_a_name_differs_from_a_named_one() -> None:
     objcomm.barrier()
     named: dict[str, Any] = {"name": "x"} if here().rank == 0 else {}
-    error = _desync_in(lambda: objcomm.all_gather(1, **named))
+    error = desync_in(lambda: objcomm.all_gather(1, **named))
     assert [error.positions[rank].name for rank in (0, 1)] == ["x", ""]
     assert_group_works()
 
@@ -261,9 +249,9 @@ def test_a_call_without_a_name_differs_from_a_named_one() -> None:
 def test_the_name_of_an_operator_is_not_the_name_of_a_call() -> None:
     objcomm.barrier()
     if here().rank == 0:
-        error = _desync_in(lambda: objcomm.all_reduce(1, max, name="max"))
+        error = desync_in(lambda: objcomm.all_reduce(1, max, name="max"))
     else:
-        error = _desync_in(lambda: objcomm.all_reduce(1, "max"))
+        error = desync_in(lambda: objcomm.all_reduce(1, "max"))
     assert error.reason == "different names"
     assert_group_works()
 
