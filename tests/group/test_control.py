@@ -29,7 +29,6 @@ from tests.group.control import (
     raised_together,
 )
 from tests.group.helpers import RefusesToArrive, assert_group_works, error_in, subgroup, tell_all
-from tests.group.in_flight import meanwhile
 from tests.ranks import ranks
 from tests.samples import TwoArgumentError
 from tests.workers import here
@@ -125,20 +124,6 @@ def test_a_rank_other_than_the_first_may_be_the_one_that_runs_it() -> None:
         call = partial(SHARES[name], partial(fail, OSError("disk full")), rank=last)
         raised_together(call, last, operation=name)
         assert_group_works()
-
-
-@ranks(4)
-def test_rank_is_global_and_group_rank_counts_within_a_subgroup() -> None:
-    named: Any
-    with subgroup(1, 3) as pair:
-        if here().rank in {1, 3}:
-            for named in ({"rank": 3}, {"group_rank": 1}):
-                assert objcomm.run_on_main(lambda: here().rank, group=pair, **named) == 3
-                on_last = objcomm.main_process_only(group=pair, **named)(lambda: here().rank)
-                assert on_last() == 3
-            with pytest.raises(UsageError, match=r"run_on_main: rank=0 is not in this group.*1, 3"):
-                objcomm.run_on_main(int, rank=0, group=pair)
-            assert_group_works(pair)
 
 
 def must_be_refused(name: str, **options: Any) -> None:
@@ -264,24 +249,6 @@ def test_slow_work_needs_a_longer_limit_and_no_other_group() -> None:
     # A verdict stays until all ranks have read it; rank 0's message for the first call has arrived.
     error_in(objcomm.TransportError, lambda: [objcomm.barrier(group=short) for _ in range(2)])
     dist.destroy_process_group(short)
-
-
-@ranks(2)
-def test_threads_share_results_on_lanes_of_their_own() -> None:
-    results: dict[str, list[int]] = {"share here": [], "share aside": []}
-
-    @objcomm.main_process_only
-    def add(number: int) -> int:
-        return objcomm.broadcast(number) + 1
-
-    def run(name: str, number: int) -> None:
-        with objcomm.lane(name):
-            for _ in range(20):
-                results[name].append(add(number))
-
-    with meanwhile(partial(run, "share aside", 5)):
-        run("share here", 1)
-    assert results == {"share here": [2] * 20, "share aside": [6] * 20}
 
 
 @ranks(1, 2, 4)

@@ -44,17 +44,6 @@ def test_all_samples_at_once_are_exact_in_every_operation(codec: str) -> None:
     assert_same(joined[other], want, sharing=False)
 
 
-@ranks(1, 2)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_device_places_received_tensors(device: str) -> None:
-    weights = {"w": torch.ones(3), "n": [torch.arange(20_000)]}
-    mine: Any = weights if objcomm.rank() == 0 else None
-    got = objcomm.broadcast(mine, device=device)
-    if objcomm.rank() != 0:
-        assert got["w"].device.type == got["n"][0].device.type == device
-        assert got["n"][0].shape == (20_000,)
-
-
 @ranks(2)
 def test_a_class_of_a_test_module_keeps_its_identity_next_to_a_lambda() -> None:
     mine: Any = (samples.Colour.RED, samples.Run("a", []), lambda x: x)

@@ -12,13 +12,11 @@ import pytest
 import objcomm
 from objcomm._failures import mesh
 from objcomm.errors import DesyncError, TransportError
-from tests.group.helpers import assert_group_works, error_in, exit_at_once, subgroup, tell_all
+from tests.group.helpers import assert_group_works, error_in, exit_at_once, subgroup
 from tests.group.logs import collected
 from tests.ranks import ranks, solo
-from tests.waits import PATIENCE_S, wait_until
+from tests.waits import PATIENCE_S
 from tests.workers import here
-
-FORMAT = "%(levelname)s %(rank)s/%(world_size)s [%(group)s] %(message)s"
 
 
 def no_report() -> Any:
@@ -55,32 +53,6 @@ def test_records_have_rank_world_size_and_group() -> None:
     for record in others:
         assert "2 ranks connected over Unix sockets" in record.getMessage()
         assert vars(record)["group"] not in ("", vars(world)["group"])
-
-
-@ranks(2)
-def test_a_formatter_may_show_them() -> None:
-    with io.StringIO() as stream:
-        handler, logger = logging.StreamHandler(stream), logging.getLogger("objcomm")
-        handler.setFormatter(logging.Formatter(FORMAT))
-        logger.addHandler(handler)
-        try:
-            with objcomm.configure(report_after=0.3):
-                objcomm.barrier()
-                if here().rank == 1:
-                    tell_all("late", "")
-                    objcomm.barrier("long")
-                else:
-                    work = objcomm.barrier("long", async_op=True)
-                    wait_until(stream.getvalue, "a report of the wait")
-                    assert not work.done()
-                    tell_all("late", "")
-                    work.wait()
-        finally:
-            logger.removeHandler(handler)
-        text = stream.getvalue()
-    if here().rank == 0:
-        assert text.startswith("WARNING 0/2 [")
-        assert "] rank 0 is in barrier" in text
 
 
 @ranks(2)

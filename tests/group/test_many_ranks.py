@@ -1,6 +1,5 @@
-"""More ranks than one hop serves, so routes follow trees; and five, which do not pair up."""
+"""More ranks than one hop serves, so routes follow trees."""
 
-import itertools
 import threading
 from functools import partial
 from typing import Any
@@ -82,17 +81,3 @@ def check_that_a_limit_names_who_is_missing() -> None:
         assert "; rank 7 is in no call, now at " in str(error)
         assert "helpers.py:" in error.positions[7].line
     tell_all("over", "")
-
-
-@ranks(5, disposable=True)
-def test_five_ranks_scan_exchange_and_scatter() -> None:
-    rank, size = objcomm.rank(), objcomm.world_size()
-    for nbytes in (1, 40_000, 1_000_000, 3_000_000):
-        given = [bytes([rank, peer]) * nbytes for peer in range(size)]
-        arrived = [bytes([peer, rank]) * nbytes for peer in range(size)]
-        assert objcomm.all_to_all(given) == arrived
-        assert objcomm.reduce_scatter(given, join) == b"".join(arrived)
-        chunks = [bytes([65 + i]) * nbytes for i in range(size)]
-        wanted = [None, *itertools.accumulate(chunks)]
-        assert objcomm.scan(chunks[rank], join) == wanted[rank + 1]
-        assert objcomm.exscan(chunks[rank], join) == wanted[rank]
