@@ -35,7 +35,7 @@ from tests.group.helpers import (
 )
 from tests.group.reports import logged
 from tests.hosts import free_port
-from tests.ranks import OVER_GLOO, ranks
+from tests.ranks import ranks
 from tests.waits import PATIENCE_S, wait_until, within
 from tests.workers import here
 
@@ -96,13 +96,6 @@ def inet() -> int:
     return found
 
 
-@ranks(2, environment=OVER_GLOO)
-def test_the_environment_can_choose_gloo() -> None:
-    assert_joined_by(_GLOO)
-    with objcomm.configure(transport="auto"):  # the program overrides the environment
-        assert_joined_by(_UNIX)
-
-
 @contextmanager
 def far_apart() -> Iterator[None]:
     """Make each rank appear to be on its own host, also to the check that ranks are alive.
@@ -146,11 +139,12 @@ def in_a_tree() -> AbstractContextManager[object]:
     return mock.patch.object(connect, "_AT_ONCE_MAX", 1)
 
 
-@pytest.mark.parametrize("lacking", LACKING)
+@pytest.mark.parametrize("lacking", [*LACKING, *FAR_LACKING])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @ranks(3)
 def test_if_one_rank_lacks_streams_all_use_gloo(lacking: str, rank: int) -> None:
-    check_that_all_use_gloo(lacking, rank)
+    with far_apart() if lacking in FAR_LACKING else nullcontext():
+        check_that_all_use_gloo(lacking, rank)
 
 
 @pytest.mark.parametrize("lacking", LACKING)
@@ -161,16 +155,8 @@ def test_if_one_rank_lacks_streams_at_first_use_all_use_gloo(lacking: str, rank:
         check_that_all_use_gloo(lacking, rank)
 
 
-@pytest.mark.parametrize("lacking", FAR_LACKING)
-@pytest.mark.parametrize("rank", [0, 1, 2])
-@ranks(3)
-def test_if_one_rank_lacks_streams_between_hosts_all_use_gloo(lacking: str, rank: int) -> None:
-    with far_apart():
-        check_that_all_use_gloo(lacking, rank, _TCP)
-
-
-def check_that_all_use_gloo(lacking: str, rank: int, otherwise: str = _UNIX) -> None:
-    assert_joined_by(otherwise)
+def check_that_all_use_gloo(lacking: str, rank: int) -> None:
+    assert_joined_by(_TCP if lacking in FAR_LACKING else _UNIX)
     before = len(sockets())
     name, stand_in = (LACKING | FAR_LACKING)[lacking]
     with mock.patch.object(doors, name, stand_in) if here().rank == rank else nullcontext():

@@ -191,27 +191,21 @@ def interrupt_all(handler: Handler, turns: int, ring: Callable[..., Any]) -> Non
     assert_all_is_well(handler)
 
 
-@ranks(1, 2, disposable=True)
-def test_a_handler_may_call_anything_and_never_waits_for_the_call_it_interrupted() -> None:
-    interrupt_all(Handler(), 50, ringing)
-
-
-@pytest.mark.long
-@ranks(1, 2, 3, disposable=True)
-def test_a_handler_may_call_anything_for_long() -> None:
-    interrupt_all(Handler(), 100, ringing)
+@ranks(1, 2, long=[3], disposable=True)
+@pytest.mark.parametrize("turns", [50, pytest.param(100, marks=pytest.mark.long)])
+def test_a_handler_may_call_anything_and_never_waits_for_the_call_it_interrupted(
+    turns: int,
+) -> None:
+    interrupt_all(Handler(), turns, ringing)
 
 
 @ranks(1, 2, disposable=True)
-def test_a_handler_may_run_before_any_line() -> None:
-    interrupt_all(Handler(), 3, functools.partial(at_some_lines, every=37))
-
-
-@pytest.mark.long
-@ranks(1, 2, disposable=True)
-@pytest.mark.parametrize("every", [7, 13])
-def test_a_handler_may_run_before_many_lines(every: int) -> None:
-    interrupt_all(Handler(), 5, functools.partial(at_some_lines, every=every))
+@pytest.mark.parametrize(
+    ("every", "turns"),
+    [(37, 3), *(pytest.param(each, 5, marks=pytest.mark.long) for each in (7, 13))],
+)
+def test_a_handler_may_run_before_any_line(every: int, turns: int) -> None:
+    interrupt_all(Handler(), turns, functools.partial(at_some_lines, every=every))
 
 
 @ranks(1)

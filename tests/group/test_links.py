@@ -1,8 +1,10 @@
 """Check each link against its contract, between real processes."""
 
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -25,78 +27,68 @@ from tests.ranks import ranks
 from tests.waits import PATIENCE_S, wait_until
 from tests.workers import here
 
+GLOO, UNIX, UNIX_LATER = "Gloo", "Unix sockets", "Unix sockets, at first use"
+#: Links between hosts, and on which host each rank seems to be.
+HOSTS: dict[str, Callable[[int], int]] = {
+    "hosts of two ranks": lambda rank: rank // 2,
+    "hosts that take turns": lambda rank: rank % 2,
+    "hosts that take turns, at first use": lambda rank: rank % 2,
+    "a host for each rank": lambda rank: rank,
+    "a host for each rank, at first use": lambda rank: rank,
+}
+
+
+def check(name: str, step: Death | None = None) -> None:
+    """Check one kind of link; "at first use" ranks meet as many of a host do, in a tree."""
+    kind = GlooLink if name == GLOO else StreamLink
+    with (
+        mock.patch.object(connecting, "_AT_ONCE_MAX", 1) if "first" in name else nullcontext(),
+        mock.patch.object(rendezvous, "machine", return_value=f"host{HOSTS[name](here().rank)}")
+        if name in HOSTS
+        else nullcontext(),
+    ):
+        check_link(partial(_link, kind), here().rank, here().world_size, step)
+
 
 @ranks(2, 3)
-def test_gloo_keeps_the_contract_of_links() -> None:
-    check_link(gloo_link, here().rank, here().world_size)
-
-
-@pytest.mark.parametrize("step", Death)
-@ranks(2, expect_dead={1})
-def test_gloo_keeps_the_contract_of_links_when_a_peer_dies(step: Death) -> None:
-    check_link(gloo_link, here().rank, here().world_size, step)
-
-
-@ranks(2, 3)
-def test_unix_sockets_keep_the_contract_of_links() -> None:
-    check_link(local_link, here().rank, here().world_size)
-
-
-@ranks(3)
-def test_unix_sockets_that_connect_at_first_use_keep_the_contract_of_links() -> None:
-    with in_a_tree():
-        check_link(local_link, here().rank, here().world_size)
-
-
-@pytest.mark.parametrize("step", Death)
-@ranks(3, expect_dead={1})
-def test_unix_sockets_keep_it_when_a_peer_dies_that_was_connected_at_first_use(step: Death) -> None:
-    with in_a_tree():
-        check_link(local_link, here().rank, here().world_size, step)
-
-
-@pytest.mark.parametrize("step", Death)
-@ranks(2, expect_dead={1})
-def test_unix_sockets_keep_the_contract_of_links_when_a_peer_dies(step: Death) -> None:
-    check_link(local_link, here().rank, here().world_size, step)
+@pytest.mark.parametrize("name", [GLOO, UNIX])
+def test_the_links_of_a_host_keep_the_contract(name: str) -> None:
+    check(name)
 
 
 @ranks(3, 4)
-def test_streams_between_hosts_keep_the_contract_of_links() -> None:
-    check_link(far_link, here().rank, here().world_size)
-
-
-@ranks(4)
-def test_streams_keep_it_between_hosts_that_take_turns() -> None:
-    check_link(lambda members: far_link(members, hosts=2), here().rank, 4)
-
-
-@ranks(4)
-def test_streams_between_hosts_that_connect_at_first_use_keep_the_contract_of_links() -> None:
-    with in_a_tree():
-        check_link(lambda members: far_link(members, hosts=4), here().rank, 4)
+@pytest.mark.parametrize("name", [UNIX_LATER, *HOSTS])
+def test_links_between_hosts_and_at_first_use_keep_the_contract(name: str) -> None:
+    check(name)
 
 
 @pytest.mark.parametrize("step", Death)
+@pytest.mark.parametrize("name", [GLOO, UNIX])
+@ranks(2, expect_dead={1})
+def test_the_links_of_a_host_keep_the_contract_when_a_peer_dies(name: str, step: Death) -> None:
+    check(name, step)
+
+
+@pytest.mark.parametrize("step", Death)
+@pytest.mark.parametrize("name", [UNIX_LATER, "a host for each rank"])
 @ranks(3, expect_dead={1})
-def test_streams_keep_the_contract_of_links_when_a_peer_on_another_host_dies(step: Death) -> None:
-    check_link(lambda members: far_link(members, hosts=3), here().rank, 3, step)
+def test_links_keep_the_contract_when_one_of_three_ranks_dies(name: str, step: Death) -> None:
+    check(name, step)
 
 
 @pytest.mark.parametrize("step", Death)
 @ranks(4, expect_dead={1})
-def test_streams_keep_it_when_a_peer_dies_that_was_connected_at_first_use(step: Death) -> None:
-    with in_a_tree():
-        check_link(lambda members: far_link(members, hosts=2), here().rank, 4, step)
+def test_links_keep_the_contract_when_one_of_two_hosts_ranks_dies(step: Death) -> None:
+    check("hosts that take turns, at first use", step)
 
 
 @ranks(3, disposable=True)
 def test_links_of_gloo_share_one_thread_which_ends_with_the_last() -> None:
     before = tasks()
-    links = [gloo_link((0, 1, 2))]
+    links = [_link(GlooLink, (0, 1, 2))]
     threads = tasks()
     assert len(threads - before) == 1
-    links += [gloo_link((2, 0, 1)), gloo_link((0, 1, 2))]
+    links += [_link(GlooLink, (2, 0, 1)), _link(GlooLink, (0, 1, 2))]
     assert tasks() - threads == set()
     first, *others = links
     first.abort()
@@ -128,40 +120,19 @@ def tasks() -> set[str]:
 def test_gloo_uses_the_interface_that_the_user_names() -> None:
     def refused(interface: str) -> str:
         with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME=interface):
-            return str(error_in(LinkError, lambda: gloo_link((0, 1))).reason)
+            return str(error_in(LinkError, lambda: _link(GlooLink, (0, 1))).reason)
 
     assert "nowhere" in refused("nowhere")
     assert "nowhere" in refused("lo,nowhere")
     with mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="lo"):
-        link = gloo_link((0, 1))
+        link = _link(GlooLink, (0, 1))
     assert list(link.closed()) == []
     tell_all("are connected", "")
     link.abort()
 
 
-def gloo_link(members: tuple[int, ...]) -> Connections:
+def _link(kind: type[Connections], members: tuple[int, ...]) -> Connections:
     """A link of these ranks that no group uses."""
-    return _link(members, GlooLink)
-
-
-def local_link(members: tuple[int, ...]) -> Connections:
-    """The same over Unix sockets."""
-    return _link(members, StreamLink)
-
-
-def in_a_tree() -> AbstractContextManager[object]:
-    """Make a few ranks of a host meet as many would: the other pairs connect at first use."""
-    return mock.patch.object(connecting, "_AT_ONCE_MAX", 1)
-
-
-def far_link(members: tuple[int, ...], hosts: int = 0) -> Connections:
-    """The same, as if each host had two ranks, or as if ranks alternated among `hosts` hosts."""
-    host = here().rank % hosts if hosts else here().rank // 2
-    with mock.patch.object(rendezvous, "machine", return_value=f"host{host}"):
-        return _link(members, StreamLink)
-
-
-def _link(members: tuple[int, ...], kind: type[Connections]) -> Connections:
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001  # torch has no public way to query it
     shared = SharedStore()
     shared.open(store, 60.0)
