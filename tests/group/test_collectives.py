@@ -120,6 +120,22 @@ def test_every_operation_takes_a_timeout_in_seconds_or_as_a_timedelta() -> None:
                 operation(1, timeout=timeout)
 
 
+@ranks(2)
+def test_operations_work_whatever_torchs_defaults_are() -> None:
+    dtype = torch.get_default_dtype()
+    for name, operation in OPERATIONS.items():
+        with case(name):
+            want = operation(1)
+            for context in (torch.inference_mode(), torch.no_grad(), torch.device("meta")):
+                with context:
+                    assert operation(1) == want
+            torch.set_default_dtype(torch.float64)
+            try:
+                assert operation(1) == want
+            finally:
+                torch.set_default_dtype(dtype)
+
+
 @solo()
 def test_without_torch_distributed_each_operation_is_that_of_one_rank() -> None:
     mine = [CONFIG]
@@ -198,6 +214,18 @@ def test_all_to_all_gives_each_rank_one_object_of_every_rank(payload: Any) -> No
     assert got[rank] is mine[rank]
     assert objcomm.all_to_all(tuple(mine)) == got
     assert objcomm.all_to_all([None] * size) == [None] * size
+
+
+@ranks(2, 3, 4)
+def test_sizes_in_all_to_all_may_differ_from_pair_to_pair() -> None:
+    rank, size = objcomm.rank(), objcomm.world_size()
+
+    def numel(source: int, destination: int) -> int:
+        return 300_000 if (source, destination) == (0, size - 1) else source * 5000 + destination
+
+    got = objcomm.all_to_all([torch.full((numel(rank, peer),), rank) for peer in range(size)])
+    for peer, tensor in enumerate(got):
+        assert torch.equal(tensor, torch.full((numel(peer, rank),), peer))
 
 
 @ranks(2)
