@@ -56,9 +56,17 @@ def test_the_links_of_a_host_keep_the_contract(name: str) -> None:
     check(name)
 
 
-@ranks(3, 4)
-@pytest.mark.parametrize("name", [UNIX_LATER, *HOSTS])
-def test_links_between_hosts_and_at_first_use_keep_the_contract(name: str) -> None:
+@ranks(3)
+@pytest.mark.parametrize("name", [UNIX_LATER, "hosts of two ranks"])
+def test_links_of_three_ranks_keep_the_contract(name: str) -> None:
+    check(name)
+
+
+@ranks(4)
+@pytest.mark.parametrize(
+    "name", ["hosts of two ranks", "hosts that take turns", "a host for each rank, at first use"]
+)
+def test_links_between_several_hosts_keep_the_contract(name: str) -> None:
     check(name)
 
 
