@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import objcomm
-from objcomm import CollectiveError, DesyncError, UsageError
+from objcomm import CollectiveError, DesyncError
 from tests.cases import case
 from tests.group.helpers import assert_group_works, error_in, subgroup
 from tests.ranks import ranks, solo
@@ -228,19 +228,6 @@ def test_a_combination_that_cannot_be_sent_fails_every_rank() -> None:
     for name in ["all_reduce"] if objcomm.world_size() == 2 else ["all_reduce", "scan", "exscan"]:
         with case(name), pytest.raises(CollectiveError):
             CALLS[name]([1], chain)
-    assert_group_works()
-
-
-@ranks(1, 2)
-def test_an_operation_that_is_neither_known_nor_callable_is_refused() -> None:
-    ops: list[Any] = ["add", "SUM", "", 3, None]
-    for name, op in itertools.product(CALLS, ops):
-        with case(name, op), pytest.raises(UsageError):
-            CALLS[name](1, op)
-    with pytest.raises(UsageError, match="addition") as caught:
-        objcomm.all_reduce(1, "addition")  # type: ignore[call-overload]  # wrong on purpose
-    for known in ("sum", "prod", "min", "max", "mean", "any", "all"):
-        assert known in str(caught.value)
     assert_group_works()
 
 
