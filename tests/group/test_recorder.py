@@ -82,27 +82,6 @@ def test_a_dump_lists_the_last_calls() -> None:
     assert_group_works()
 
 
-@ranks(3, disposable=True)
-def test_calls_that_scatter_scan_and_split_are_recorded() -> None:
-    objcomm.all_to_all([0, 1, 2])
-    objcomm.reduce_scatter([0, 1, 2], "sum")
-    objcomm.scan(1, "sum")
-    objcomm.exscan(1, "sum")
-    objcomm.split(0)
-    objcomm.dup()
-    objcomm.node_group()
-    objcomm.leaders()
-    entries = world_entries(objcomm.recorder.dump())
-    names = [entry["operation"] for entry in entries]
-    at = names.index("all_to_all")
-    assert list(dict.fromkeys(names[at:])) == [
-        *("all_to_all", "reduce_scatter", "scan", "exscan"),
-        *("split", "dup", "node_group", "leaders"),
-    ]
-    assert all(HERE in entry["call_site"] for entry in entries[at:])
-    assert {entry["outcome"] for entry in entries[at:]} == {"returned"}
-
-
 @ranks(2, disposable=True)
 def test_messages_are_recorded_by_both_ranks_and_compared() -> None:
     other = 1 - here().rank
