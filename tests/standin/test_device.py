@@ -190,24 +190,6 @@ def test_allocations_are_counted_and_can_be_limited() -> None:
 
 
 @solo()
-def test_models_learn_on_it() -> None:
-    device.set_up()
-    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
-    there = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).to("standin")
-    there.load_state_dict(model.state_dict())
-    given = torch.rand(5, 4)
-    for each, at in ((model, "cpu"), (there, "standin")):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
-        each(given.to(at)).square().sum().backward()
-        optimizer.step()
-    for mine, theirs in zip(model.parameters(), there.parameters(), strict=True):
-        assert type(theirs) is torch.nn.Parameter
-        assert theirs.grad is not None
-        assert theirs.grad.device == torch.device("standin:0")
-        assert torch.equal(mine, theirs.cpu())
-
-
-@solo()
 def test_a_stream_that_is_left_alone_neither_waits_nor_is_waited_for() -> None:
     device.set_up()
     there, own = torch.ones(3).to("standin"), torch.accelerator.current_stream()

@@ -1,11 +1,10 @@
 """``objcomm.init`` finds the accelerator, its backend, and this rank's own device."""
 
-import os
-
 import torch
 
 import objcomm
-from tests.group.helpers import assert_group_works, shared_port
+from tests.group.helpers import assert_group_works
+from tests.group.test_start import start_as
 from tests.ranks import ranks
 from tests.standin import backend, device
 from tests.standin.worlds import made, own_device
@@ -16,14 +15,7 @@ from tests.workers import here
 def test_init_joins_over_the_accelerators_backend() -> None:
     backend.set_up()
     rank, size = here().rank, here().world_size
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(shared_port()),
-    )
+    start_as(rank, size)
     start = objcomm.init()
     assert start.backend == "cpu:gloo,standin:standin"
     assert start.device == torch.device("standin", rank)
