@@ -40,7 +40,7 @@ from objcomm.errors import TransportError
 #: From this size, large members are handed over in shared memory instead of sent, if possible.
 SHARED_MIN_NBYTES = 1 << 20
 
-# The system's socket buffers accept this much, whether or not the peer reads.
+# The system's socket buffers accept at least this much, whether or not the peer reads.
 _UNNOTICED_NBYTES = 1 << 16
 
 

@@ -25,6 +25,7 @@ from objcomm._calls.exclusive_regions import acts_alone
 from objcomm._calls.group import Group, resolve
 from objcomm._calls.watched import Watched
 from objcomm._calls.work import Envelope, Work
+from objcomm._codecs.buffers import BufferKind
 from objcomm._config import (
     FOREVER_SECONDS,
     Allowed,
@@ -265,6 +266,7 @@ class Send(P2PCall):
     operation = Operation.SEND
 
     is_synchronous = False  # whether it ends only when its message has been received
+    _may_change = False  # whether it sends memory of the caller that the caller may change
     # For a work. The message is queued; then it is sent, or it is offered and sent when taken.
     _refusal: RuntimeError | None = None  # the system can't start a thread for it
     _offering: Callable[[], None] | None = None  # offers the message when its turn comes
@@ -323,6 +325,7 @@ class Send(P2PCall):
         try:
             if message is None:
                 message = self._message(obj, self._device_types)
+            self._may_change = any(each.kind is not BufferKind.BYTES for each in message.large)
             work = self.work()
             # Data on a device always stays here first, because both ranks must be ready to transfer
             # it.
@@ -362,6 +365,21 @@ class Send(P2PCall):
             work.disown()
             raise self._refusal
         return work
+
+    def leave(self, work: Work[None], error: BaseException) -> None:
+        """End a send that ``error`` made its caller leave, if it sends what may change from now on.
+
+        Any other message is sent all the same.
+        """
+        if not self._may_change or work.done():
+            return
+        if self.claim():  # its turn has not come
+            self._lift_limit()
+            self._finish(CancelledError(f"{self._name} was left before its turn came"))
+        else:
+            self._peers.pair(self.group, self.entry.header.root).leave(error)
+        with contextlib.suppress(ObjcommError, CancelledError):
+            work.wait()
 
     def run_until_received(self, obj: object) -> None:
         """Send, and return when the message has been received.

@@ -442,20 +442,24 @@ def sendrecv(
     incoming.check_can_come(outgoing)
     sending = outgoing.launch(obj, is_kept=False)
     try:
-        received = incoming.run()
-    except ObjcommError as error:
         try:
-            sending.wait()
-        except ObjcommError as other:
-            # If both fail for the same reason, one error only reports that the other call failed.
-            if isinstance(error, BrokenGroupError):
-                raise other from error
+            received = incoming.run()
+        except ObjcommError as error:
+            try:
+                sending.wait()
+            except ObjcommError as other:
+                # If both fail for the same reason, one only reports that the other call failed.
+                if isinstance(error, BrokenGroupError):
+                    raise other from error
+            raise
+        sending.wait()
+    except ObjcommError:
         raise
-    except BaseException:  # Ctrl-C must not wait for the send
+    except BaseException as error:  # Ctrl-C, or what a signal's handler raises
         sending.disown()
+        outgoing.leave(sending, error)
         raise
     else:
-        sending.wait()
         return received
     finally:
         del sending  # it refers to the error, whose traceback refers to this frame

@@ -21,7 +21,7 @@ from objcomm._config import FOREVER_SECONDS, process_settings, settings
 from objcomm._failures.losses import end_by_loss
 from objcomm._failures.mesh import PROOF_NBYTES, Mesh
 from objcomm._failures.verdict import FAREWELLS, Cause, Verdict, open_blocks, proposal_for
-from objcomm._failures.watchdog import expect
+from objcomm._failures.watchdog import end_elsewhere, expect
 from objcomm._p2p.mailbox import Arrived, Mailbox
 from objcomm._transport.link import Deadline, LinkError, head_tag
 from objcomm._transport.threads import (
@@ -371,6 +371,14 @@ class Pair:
             or self._lock._is_owned()  # noqa: SLF001  # like Condition
         ):
             raise UsageError(f"{operation}: {interrupted('a call with the same rank')}")
+
+    def leave(self, error: BaseException) -> None:
+        """End the connection, because ``error`` made a call leave in the middle of a message."""
+        mesh = self._channel.mesh
+        if mesh is not None:
+            verdict = mesh.settle(proposal_for(error, mesh.rank))
+            self.mark_raised(verdict)
+            end_elsewhere(verdict)
 
     def mark_raised(self, verdict: Verdict) -> None:
         """Note that a call has raised a verdict, so that the next call need not."""

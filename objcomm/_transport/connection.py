@@ -51,6 +51,8 @@ _IN, _OUT = getattr(select, "EPOLLIN", 0), getattr(select, "EPOLLOUT", 0)
 
 # The most that a large message sends or receives before other connections get a turn.
 _TURN_NBYTES = 4 << 20
+# How many pieces a system call accepts, less one for the frame's header.
+_PIECES_MAX = 1023
 # How long closing waits for the other host's system to receive what was sent. Less than the time
 # for which a thread waits for the one that may close connections, see ``noticeboard``.
 _DELIVERY_SECONDS = 0.3
@@ -204,7 +206,7 @@ class Connection:
             if isinstance(flat, torch.Tensor):
                 pieces = [readable(flat)]
             try:
-                sent = self.socket.sendmsg((head, *pieces), (), socket.MSG_NOSIGNAL)
+                sent = self.socket.sendmsg((head, *pieces[:_PIECES_MAX]), (), socket.MSG_NOSIGNAL)
             except OSError as error:
                 self._has_no_room(error)
             if sent == len(head) + nbytes:

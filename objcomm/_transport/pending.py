@@ -59,9 +59,8 @@ class Transfer(Awaited):
 
     __slots__ = ("flat", "nbytes", "view", "views")
 
-    def __init__(self, flat: Memory, view: memoryview | None = None) -> None:
-        if view is None:
-            view = writable(flat) if isinstance(flat, torch.Tensor) else memoryview(flat)
+    def __init__(self, flat: Memory) -> None:
+        view = writable(flat) if isinstance(flat, torch.Tensor) else memoryview(flat)
         self.flat = flat
         self.view = view
         self.views: Sequence[memoryview] = (view,)

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import objcomm
@@ -21,6 +22,7 @@ from objcomm import (
     BrokenGroupError,
     CollectiveError,
     DecodeError,
+    ObjcommError,
     TransportError,
     TransportTimeout,
     UsageError,
@@ -28,6 +30,7 @@ from objcomm import (
 from objcomm._algorithms.exchange import Exchange
 from objcomm._failures import watchdog
 from objcomm._p2p.call import Receive
+from objcomm._transport.frames import AHEAD_MAX
 from objcomm._transport.streams import StreamLink
 from objcomm._transport.threads import ThreadPool
 from tests.group.helpers import (
@@ -374,6 +377,33 @@ def test_an_interrupted_large_send_does_not_block_its_receiver(call: str) -> Non
         assert error_in(TransportError, lambda: objcomm.recv(0)).peers == (0,)
     elif here().rank == 1:
         assert objcomm.recv(0) == LARGE
+    tell_all("received", "")
+    assert_group_works()
+
+
+@ranks(2, disposable=True)
+@pytest.mark.parametrize("ahead", [AHEAD_MAX, AHEAD_MAX + 1])  # the last one is held back
+@pytest.mark.parametrize("nbytes", [1_000_000, 3_000_000])
+def test_what_changes_after_an_interrupted_sendrecv_is_not_sent(nbytes: int, ahead: int) -> None:
+    assert_pair_works()
+    if here().rank == 0:
+        other = objcomm.recv(1)
+        os.kill(other, signal.SIGSTOP)
+        works = [objcomm.isend(number, 1, tag=1) for number in range(ahead)]
+        mine = torch.zeros(nbytes, dtype=torch.uint8)
+        interrupt(lambda: objcomm.sendrecv(mine, 1, 1))
+        mine.fill_(1)
+        os.kill(other, signal.SIGCONT)
+        with contextlib.suppress(ObjcommError):
+            objcomm.isend("the end", 1).wait()
+        for work in works[:AHEAD_MAX]:
+            work.wait()
+    else:
+        objcomm.send(os.getpid(), 0)
+        assert [objcomm.recv(0, tag=1) for _ in range(AHEAD_MAX)] == list(range(AHEAD_MAX))
+        with contextlib.suppress(ObjcommError):
+            got = objcomm.recv(0)
+            assert got == "the end" if isinstance(got, str) else not got.any()
     tell_all("received", "")
     assert_group_works()
 

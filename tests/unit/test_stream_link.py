@@ -250,6 +250,7 @@ def test_a_farewell_counts_once_the_connection_has_ended() -> None:
 def test_messages_in_pieces_arrive_whole_however_little_the_system_accepts(*, across: bool) -> None:
     pieces: list[bytes | memoryview] = [bytes([at]) * n for at, n in enumerate((1, 900_000, 0, 7))]
     sent = [[*pieces, bytes([at])] for at in range(4)]  # together more than the peer gives credit
+    sent.append([b"many"] * 1100)  # more than one system call accepts
     with joined(across=across) as (link, other), ThreadPoolExecutor(1) as threads:
         link._connections[1].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # noqa: SLF001  # the least
         pending = [link.send(each, 1, HEAD) for each in sent]
