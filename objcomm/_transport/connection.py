@@ -159,8 +159,8 @@ class Connection:
     def attach(self, end: socket.socket) -> None:
         """Start watching a socket: the one to send on, or the ``inlet``."""
         if self._lost_seconds is None:
-            # So that a sender need not wake up in the middle of a message. The system may allow
-            # less. TCP chooses a size itself.
+            # All that a sender may be ahead: so it need not wait for the receiver in the middle of
+            # a message. The system may allow less. TCP chooses a size itself.
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, AHEAD_MAX_NBYTES)
         else:
             silence = Silence(end, self._lost_seconds)

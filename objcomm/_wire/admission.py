@@ -87,7 +87,8 @@ class Gate:
     def pieces_of(self, message: Message, destination: int = EVERYONE) -> list[bytes | memoryview]:
         """Return a message's head in pieces, signed if there is a key and this rank created it.
 
-        The content of a whole message is not copied.
+        The content of a whole message is not copied: none of it is on a device, see
+        ``Message.make_whole``.
 
         Args:
             message: the message to send; a received one is forwarded unchanged.
