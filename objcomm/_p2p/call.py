@@ -375,7 +375,7 @@ class Send(P2PCall):
             return
         if self.claim():  # its turn has not come
             self._lift_limit()
-            self._finish(CancelledError(f"{self._name} was left before its turn came"))
+            self._finish(CancelledError())  # nobody has the work
         else:
             self._peers.pair(self.group, self.entry.header.root).leave(error)
         with contextlib.suppress(ObjcommError, CancelledError):
