@@ -73,8 +73,9 @@ class Wires:
 
     def left_over(self, way: Way | None = None) -> int:
         """Count the messages that no rank has received."""
-        queues = [self._sent[way]] if way else self._sent.values()
-        return sum(map(len, queues))
+        with self._lock:  # otherwise two threads may create the same queue, and one is lost
+            queues = [self._sent[way]] if way else self._sent.values()
+            return sum(map(len, queues))
 
 
 class Arrival:
