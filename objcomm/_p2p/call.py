@@ -398,6 +398,11 @@ class Send(P2PCall):
     def _wait_for(self, work: Work[None]) -> None:
         try:
             work.wait()
+        except ObjcommError:
+            raise
+        except BaseException as error:  # Ctrl-C, or what a signal's handler raises
+            self.leave(work, error)
+            raise
         finally:
             del work  # it holds the error, whose traceback holds this frame
 

@@ -780,7 +780,9 @@ def stream(
     collective: if a rank makes another call instead, or dies, the waiting ranks raise.
 
     Args:
-        iterable: what to iterate over, on the source; None on all other ranks.
+        iterable: what to iterate over, on the source; None on all other ranks. With ``batch`` or
+            ``scatter`` it must not change an object that it has yielded, as a reused buffer would:
+            the object may not have been sent yet.
         src: global rank of the source.
         group_src: the source as a rank within the group, instead of ``src``. With neither, the
             group's first rank is the source.

@@ -383,14 +383,16 @@ def test_an_interrupted_large_send_does_not_block_its_receiver(call: str) -> Non
 
 @ranks(2, disposable=True)
 @pytest.mark.parametrize("ahead", [AHEAD_MAX, AHEAD_MAX + 1])  # the last one is held back
-def test_what_changes_after_an_interrupted_sendrecv_is_not_sent(ahead: int) -> None:
+@pytest.mark.parametrize("call", ["ssend", "sendrecv"])
+def test_what_changes_after_an_interrupted_send_is_not_sent(call: str, ahead: int) -> None:
     assert_pair_works()
     if here().rank == 0:
         other = objcomm.recv(1)
         os.kill(other, signal.SIGSTOP)
         works = [objcomm.isend(number, 1, tag=1) for number in range(ahead)]
         mine = torch.zeros(1_000_000, dtype=torch.uint8)
-        interrupt(lambda: objcomm.sendrecv(mine, 1, 1))
+        args = (mine, 1) if call == "ssend" else (mine, 1, 1)
+        interrupt(lambda: getattr(objcomm, call)(*args))
         mine.fill_(1)
         os.kill(other, signal.SIGCONT)
         with contextlib.suppress(ObjcommError):
