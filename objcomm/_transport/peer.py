@@ -250,7 +250,6 @@ class Peer:
     def take_offer(self, transfer: Transfer, number: int) -> None:
         """Fill a receive with the peer's offer of that number."""
         nbytes = self._offers[number]
-        room = transfer.nbytes
         if isinstance(transfer, Loan) and nbytes == transfer.lent_nbytes:
             transfer.share = self._shares.pop(number, None)
             transfer.number = number
@@ -258,8 +257,8 @@ class Peer:
                 del self._offers[number]
                 self._say(Kind.HELD, 0, 0, number)
             transfer.end()
-        elif nbytes > room or isinstance(transfer, Loan) or number in self._shares:
-            self.refuse(f"{nbytes} bytes for {room}")
+        elif nbytes > transfer.nbytes or isinstance(transfer, Loan) or number in self._shares:
+            self.refuse(f"{nbytes} bytes for {transfer.nbytes}")
             transfer.end(self.ended)
         elif self.ended:
             transfer.end(self.ended)

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
+def _viewed(flat: Memory) -> memoryview:
+    return writable(flat) if isinstance(flat, torch.Tensor) else memoryview(flat)
+
+
 class Awaited:
     """What a thread waits for while it moves the link.
 
@@ -60,7 +64,7 @@ class Transfer(Awaited):
     __slots__ = ("flat", "nbytes", "view", "views")
 
     def __init__(self, flat: Memory) -> None:
-        view = writable(flat) if isinstance(flat, torch.Tensor) else memoryview(flat)
+        view = _viewed(flat)
         self.flat = flat
         self.view = view
         self.views: Sequence[memoryview] = (view,)
@@ -82,7 +86,7 @@ class Members(Transfer):
     def __init__(self, flats: Sequence[Memory]) -> None:
         super().__init__(flats[-1])
         self.flats = flats
-        self.views = [Transfer(flat).view for flat in flats]
+        self.views = [_viewed(flat) for flat in flats]
         self.nbytes = sum(map(len, self.views))
 
 
