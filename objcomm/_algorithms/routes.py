@@ -38,7 +38,7 @@ def broadcast(
     Returns:
         The message: on ``root`` its own, on other ranks the received one.
     """
-    parent, children, _ = topology.tree(exchange.rank, root, exchange.hosts)
+    parent, children, _ = topology.broadcast_tree(exchange.rank, root, exchange.hosts)
     if parent is not None:
         (message,) = exchange.recv_heads([parent], made_by=root, heads_max=heads_max)
     elif message is None:
