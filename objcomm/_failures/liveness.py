@@ -88,6 +88,7 @@ class Process(NamedTuple):
         calls: the calls it made, published when it will make no more.
         figures: the cost of its calls, packed by ``compat.report``; empty without a report.
         world_size: number of ranks in its world; 0 if unknown.
+        hosts_store: whether it hosts its world's store.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Process(NamedTuple):
     calls: tuple[GroupCalls, ...] = ()
     figures: bytes = b""
     world_size: Annotated[int, range(1 << 20)] = 0
+    hosts_store: bool = False
 
     @classmethod
     def own(cls) -> Self:

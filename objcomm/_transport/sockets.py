@@ -115,6 +115,14 @@ def connected(before: Collection[int], port: int = 0) -> dict[int, int]:
     return {inode: descriptor for inode, descriptor in open_sockets().items() if inode in new}
 
 
+def listens_on(port: int) -> bool:
+    """Return whether this process accepts connections to a port."""
+    return any(
+        end.getsockname()[1] == port and end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        for _, end in _network_sockets()
+    )
+
+
 class Silence:
     """Measures how long the host at the other end of a connection has left packets unanswered.
 
@@ -243,11 +251,18 @@ def hang_up(addresses: Collection[Any]) -> None:
 
 def _connections() -> Iterator[tuple[int, Any, socket.socket]]:
     """Yield this process's network connections: inode, remote address, and a duplicate."""
+    for inode, end in _network_sockets():
+        with contextlib.suppress(OSError):  # it is not connected
+            yield inode, end.getpeername(), end
+
+
+def _network_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """Yield this process's network sockets: inode, and a duplicate."""
     for inode, descriptor in open_sockets().items():
-        # It was closed in the meantime, or is not connected.
+        # It may have been closed in the meantime.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as end:
             if end.family in {socket.AF_INET, socket.AF_INET6}:
-                yield inode, end.getpeername(), end
+                yield inode, end
 
 
 def is_outage(text: str) -> bool:

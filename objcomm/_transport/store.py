@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import select
 import socket
 import threading
 import types
@@ -29,6 +30,7 @@ from objcomm._transport.sockets import (
     connected,
     hang_up,
     has_closed,
+    listens_on,
     notice_outages,
     open_sockets,
     other_ends,
@@ -87,6 +89,12 @@ def loopback_store() -> dist.TCPStore:
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
+
+
+def is_hosted_here(store: dist.Store) -> bool:
+    """Return whether this process hosts a ``TCPStore``, which goes when its last reference does."""
+    end = bare(store)
+    return isinstance(end, dist.TCPStore) and listens_on(end.port)
 
 
 class SharedStore:
@@ -156,6 +164,17 @@ class SharedStore:
         """Close the connection."""
         with self._lock:
             self._own, self._ends = None, {}
+
+    def await_end(self, seconds: float) -> None:
+        """Wait at most ``seconds`` for the store's host to close the connection."""
+        watched = select.poll()
+        with self._lock:
+            ends = [socket.socket(fileno=os.dup(end)) for end in self._ends.values()]
+        for end in ends:
+            watched.register(end, select.POLLRDHUP)
+        watched.poll(seconds * 1000)
+        for end in ends:
+            end.close()
 
     def hang_up(self) -> None:
         """End this process's connections to the store for good; threads that use one wake up."""

@@ -15,6 +15,7 @@ import objcomm
 from objcomm import TransportTimeout, UsageError
 from objcomm._observe import recorder
 from objcomm._p2p import peer
+from tests.endings import BEGIN, Program, run_to_the_end
 from tests.group.helpers import (
     assert_group_works,
     assert_in_child,
@@ -54,6 +55,25 @@ def test_a_process_group_made_again_under_its_name_starts_clean(*, same_store: b
         assert objcomm.stats()["all_gather"].calls == 1
         dist.destroy_process_group()
         forget_torchs_own_keys(f"turn {turn}", place.store(name))
+
+
+_AGAIN = """
+for _ in range(3):
+    objcomm.init("gloo", timeout=200)
+    {use}
+    if rank == 0:
+        time.sleep(0.1)  # the others leave first
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    "use", ["objcomm.all_gather(rank)", "objcomm.sendrecv(rank, (rank + 1) % world)"]
+)
+def test_the_next_world_does_not_meet_in_the_store_of_the_last(use: str) -> None:
+    begin = BEGIN.replace('objcomm.init("gloo", timeout=200)', "")
+    (ended,) = run_to_the_end([Program([_AGAIN.format(use=use)] * 3, begin=begin)])
+    assert [each.status for each in ended] == [0] * 3, ended
 
 
 @ranks(2, joined=False)
