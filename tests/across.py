@@ -6,6 +6,7 @@ pickled there.
 """
 
 import faulthandler
+import functools
 import pickle
 import platform
 import sys
@@ -94,6 +95,7 @@ def calls(steps: Steps) -> None:
     step("slow", lambda: len(objcomm.broadcast(bytes(LARGE_NBYTES // 16 * (rank == 0)))))
     steps.reach("fast")
     step("all_reduce", lambda: objcomm.all_reduce([rank], op=lambda a, b: a + b))
+    step("sums", lambda: _summed(rank, size))
     left, right = (rank - 1) % size, (rank + 1) % size
     step("ring", lambda: objcomm.sendrecv(f"from {rank}", dst=right, src=left))
     step("run_on_main", lambda: objcomm.run_on_main(platform.node))
@@ -113,6 +115,24 @@ def _in_order(steps: Steps) -> bool:
         was_there = mark.exists()
         mark.touch()
     return was_there
+
+
+def _summed(rank: int, size: int) -> list[bool]:
+    """Return whether sums are exactly what one rank would compute from all operands in order."""
+    drawn = [torch.Generator().manual_seed(peer) for peer in range(size)]
+    operands = [torch.randn(1_000_000, generator=each) for each in drawn]
+    sums = functools.reduce(torch.add, operands)
+    mine = {"weights": operands[rank].clone()}
+    found = [torch.equal(objcomm.all_reduce(mine)["weights"], sums)]
+    for root in (1, size - 1):
+        reduced = objcomm.reduce(mine, dst=root)
+        found.append(reduced is None if rank != root else torch.equal(reduced["weights"], sums))
+    parameter = torch.nn.Parameter(torch.zeros(1_000_000))
+    parameter.grad = mine["weights"]
+    objcomm.models.sync_gradients([parameter])
+    share = 1 / size
+    means = functools.reduce(lambda a, b: a.add(b, alpha=share), operands[1:], operands[0] * share)
+    return [*found, torch.equal(parameter.grad, means)]
 
 
 def _synced(rank: int) -> list[float]:

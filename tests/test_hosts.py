@@ -218,6 +218,7 @@ def test_objects_of_any_kind_reach_ranks_on_other_hosts(finished: Finished) -> N
     texts = ["x" * 10 ** (2 * rank) for rank in range(4)]
     assert finished.all_gave("gather") == [None, None, None, texts]
     assert finished.all_gave("all_reduce") == [[0, 1, 2, 3]] * 4
+    assert finished.all_gave("sums") == [[True] * 4] * 4
     assert finished.all_gave("ring") == [f"from {rank}" for rank in (3, 0, 1, 2)]
     assert finished.all_gave("run_on_main") == [finished.names[0]] * 4
     first, *others = finished.all_gave("model")

@@ -4,9 +4,9 @@ Every rank cuts the same way, based on what all ranks agreed on.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -22,7 +22,29 @@ _BATCHES_FOR_EACH_OWNER = 2
 
 _ALIGNMENT = 64
 
-Combine = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
+
+class Combine(Protocol):
+    """Combines tensors element by element, in rank order: all at once, or after a total."""
+
+    def __call__(
+        self,
+        operands: Sequence[torch.Tensor],
+        into: torch.Tensor,
+        *,
+        total: torch.Tensor | None = None,
+        count: int = 0,
+        is_over: bool = True,
+    ) -> None:
+        """Combine the operands of some ranks.
+
+        Args:
+            operands: flat, of equal length, one for each rank; not modified.
+            into: receives the result, or the total so far. It may be an operand if the operator is
+                a mean.
+            total: the total of all lower ranks; None if there are none.
+            count: number of operands of all ranks; 0 if these are all of them.
+            is_over: whether these are the last ones.
+        """
 
 
 class Part(NamedTuple):
@@ -33,6 +55,7 @@ class Part(NamedTuple):
         result: flat and contiguous; None on a rank that gets no result.
         dtype: dtype of the operand on all ranks.
         result_dtype: dtype of the result.
+        wide: dtype of the total of some ranks' operands.
         numel: number of elements.
         present: the ranks that have an operand, in order; at least one.
         combine: computes the result's elements from those of ``present``.
@@ -43,6 +66,7 @@ class Part(NamedTuple):
     result: torch.Tensor | None
     dtype: torch.dtype
     result_dtype: torch.dtype
+    wide: torch.dtype
     numel: int
     present: tuple[int, ...]
     combine: Combine
@@ -75,6 +99,11 @@ class Piece:
     def result_nbytes(self) -> int:
         """Bytes of the result."""
         return self.numel * self.about.result_dtype.itemsize
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of the total of some ranks' operands."""
+        return self.numel * self.about.wide.itemsize
 
     @property
     def room_nbytes(self) -> int:

@@ -5,6 +5,11 @@ them in rank order and sends the result back (a reduce-scatter, then an all-gath
 from rank to rank). So each element is computed once, in rank order, and is identical on all ranks.
 The data is sent without a head, because the ranks have already agreed on it.
 
+If several ranks share a host, each piece has an owner on each host. The first host's owner combines
+the operands of its host, and the total goes from host to host, where the other owners continue; the
+result goes back the same way. The order is the same, and a network card carries each element once
+or twice in each direction, and not up to twice for each rank of its host.
+
 The transfers are objcomm's own, not ``dist.all_reduce``, so that a waiting rank notices when a peer
 dies (see ``Transfers.ended``) and two lanes cannot mix.
 
@@ -16,20 +21,28 @@ move the same number of bytes.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from objcomm._algorithms import routes, shared_reduction
+from objcomm._algorithms import routes, shared_reduction, topology
 from objcomm._algorithms.device import DevicePath
 from objcomm._algorithms.exchange import Exchange
 from objcomm._algorithms.parts import Batch, Part, Piece, aligned, batches, nbytes_of
-from objcomm._algorithms.transfers import Arriving
 from objcomm._codecs.buffers import empty
+
+if TYPE_CHECKING:
+    from objcomm._algorithms.transfers import Arriving
 
 # A piece that fits into the processor's cache, and is large enough to make messages cheap. 64 MiB
 # among 4 ranks on 2 cores took 228 ms in pieces of 1 MiB, 268 with 4 MiB, and 250 with 512 KiB.
 _BATCH_MAX_NBYTES = 1 << 20
+# The limit if totals go from host to host, where a batch also waits for the hosts before.
+# 8 MiB on two hosts of two ranks, over cards of 200 Mbit/s, 1 Gbit/s and more: 528, 99 and 29 ms;
+# with 256 KiB 444, 89 and 34; with 1 MiB 581, 124 and 29. Before there were totals: 793, 149, 28.
+_TOTALS_MAX_NBYTES = 512 << 10
 # An owner has memory for the received operands of this many of its batches.
 _AHEAD = 3
 
@@ -47,25 +60,62 @@ def reduce_tensors(exchange: Exchange, parts: Iterable[Part], root: int | None) 
     if workspace is not None:
         shared_reduction.reduce_tensors(exchange, own, root, workspace)
         return
-    cut = batches(own, exchange.size, _BATCH_MAX_NBYTES)
+    groups = topology.reduction_groups(nbytes_of(own), exchange.hosts)
+    most_nbytes = _BATCH_MAX_NBYTES if len(groups) == 1 else _TOTALS_MAX_NBYTES
+    cut = batches(own, exchange.size, most_nbytes)
     if cut:
-        _Run(exchange, cut, root).run()
+        _Run(exchange, cut, root, groups).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How one batch is combined, as seen from one group of ranks.
+
+    Attributes:
+        batch: the batch.
+        before: the owner in the group before this one; None if this is the first.
+        owner: the owner in this group, which combines the group's operands.
+        after: the owner in the next group; None if this is the last.
+    """
+
+    batch: Batch
+    before: int | None
+    owner: int
+    after: int | None
 
 
 class _Run:
     """One reduction, as seen by this rank."""
 
-    def __init__(self, exchange: Exchange, batches: list[Batch], root: int | None) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        batches: list[Batch],
+        root: int | None,
+        groups: Sequence[Sequence[int]],
+    ) -> None:
         self._exchange = exchange
-        self._batches = batches
-        rank, size = exchange.rank, exchange.size
-        self._rank = rank
+        self._rank = rank = exchange.rank
+        at = next(at for at, group in enumerate(groups) if rank in group)
+        self._group = group = groups[at]
         # Each rank starts with a different peer, so that they do not all send to one first.
-        self._others = [(rank + step) % size for step in range(1, size)]
-        self._takers = self._others if root is None else [root] * (rank != root)
+        place = group.index(rank)
+        self._others = [*group[place + 1 :], *group[:place]]
         self._is_taker = root in {None, rank}
+        self._takers = [peer for peer in self._others if root in {None, peer}]
+        # Whether the result is wanted in this group or one before it, and in one before it.
+        self._is_due = root is None or root <= group[-1]
+        self._is_due_before = root is None or root < group[0]
+        ways = []
+        for number, batch in enumerate(batches):
+            owners = [each[number % len(each)] for each in groups]
+            before, after = [None, *owners][at], [*owners, None][at + 1]
+            ways.append(_Way(batch, before, owners[at], after))
+        self._mine = [way for way in ways if way.owner == rank]
+        self._theirs = [way for way in ways if way.owner != rank]
         self._memory: dict[tuple[int, int], torch.Tensor] = {}
         self._arriving: dict[Piece, list[tuple[int, Arriving]]] = {}
+        self._coming: dict[Piece, tuple[int, Arriving]] = {}
         self._packed: dict[Piece, torch.Tensor] = {}
         self._rooms: dict[Piece, torch.Tensor] = {}
         self._sent_to: set[int] = set()
@@ -73,86 +123,127 @@ class _Run:
 
     def run(self) -> None:
         """See ``reduce_tensors``."""
-        mine = [batch for batch in self._batches if batch.owner == self._rank]
-        others = [batch for batch in self._batches if batch.owner != self._rank]
-        for at, batch in enumerate(mine[:_AHEAD]):
-            self._await_operands(batch, at)
-        coming = self._await_results(others) if self._is_taker else []
-        for batch in others:
-            self._send_operands(batch)
-        for at, batch in enumerate(mine):
-            self._combine(batch)
+        mine = self._mine
+        for at, way in enumerate(mine[:_AHEAD]):
+            self._await_operands(way, at)
+        self._await_results()
+        for way in self._theirs:
+            self._send_operands(way)
+        for at, way in enumerate(mine):
+            self._combine(way)
             if at + _AHEAD < len(mine):
                 self._await_operands(mine[at + _AHEAD], at)
-            self._send_results(batch, is_last=batch is mine[-1])
-        for peer, arriving in coming:
-            arriving.wait(peer)
+            if way.after is None:
+                self._send_results(way)
+        # Only now: a wait for results in between would delay totals on which other hosts wait.
+        for way in mine:
+            if way.after is not None and self._is_due:
+                self._take(way.batch.pieces)
+                self._send_results(way)
+        if self._is_taker:
+            self._take([piece for way in self._theirs for piece in way.batch.pieces])
         for piece, room in self._rooms.items():
             piece.unpack(room)
         self._exchange.confirm(self._received_from, self._sent_to)
 
-    def _await_operands(self, batch: Batch, at: int) -> None:
-        """Post the receives of all ranks' operands for one of this rank's own batches."""
+    def _await_operands(self, way: _Way, at: int) -> None:
+        """Post the receives of what one of this rank's own batches is combined from."""
+        batch = way.batch
         for peer in self._others:
             pieces = batch.of(peer)
-            flats = self._slots(at % _AHEAD, peer, pieces)
-            for piece, flat in zip(pieces, flats, strict=True):
-                is_last = piece is pieces[-1]
-                arriving = self._exchange.arriving(flat, peer, is_ended=is_last)
-                self._arriving.setdefault(piece, []).append((peer, arriving))
-                self._received_from.add(peer)
+            self._await(pieces, peer, at, [piece.operand_nbytes for piece in pieces])
+        if way.before is not None:
+            pieces = [piece for piece in batch.pieces if self._has_total(piece)]
+            self._await(pieces, way.before, at, [piece.total_nbytes for piece in pieces])
 
-    def _slots(self, row: int, peer: int, pieces: list[Piece]) -> list[torch.Tensor]:
-        """Return memory for one rank's operands, reused ``_AHEAD`` batches later."""
-        ends = list(itertools.accumulate(aligned(piece.operand_nbytes) for piece in pieces))
-        nbytes = ends[-1] if ends else 0
+    def _await(self, pieces: list[Piece], peer: int, at: int, nbytes: list[int]) -> None:
+        if not pieces:
+            return
+        for piece, flat in zip(pieces, self._slots(at % _AHEAD, peer, nbytes), strict=True):
+            arriving = self._exchange.arriving(flat, peer, is_ended=piece is pieces[-1])
+            self._arriving.setdefault(piece, []).append((peer, arriving))
+            self._received_from.add(peer)
+
+    def _has_total(self, piece: Piece) -> bool:
+        """Return whether a rank of an earlier group has an operand for a piece."""
+        return piece.about.present[0] < self._group[0]
+
+    def _slots(self, row: int, peer: int, nbytes: list[int]) -> list[torch.Tensor]:
+        """Return memory for what one rank sends, reused ``_AHEAD`` batches later."""
+        ends = list(itertools.accumulate(map(aligned, nbytes)))
         memory = self._memory.get((row, peer))
-        if memory is None or memory.numel() < nbytes:
-            memory = self._memory[row, peer] = empty(nbytes)
+        if memory is None or memory.numel() < ends[-1]:
+            memory = self._memory[row, peer] = empty(ends[-1])
         return [
-            memory[end - aligned(piece.operand_nbytes) :][: piece.operand_nbytes]
-            for piece, end in zip(pieces, ends, strict=True)
+            memory[end - aligned(each) :][:each] for each, end in zip(nbytes, ends, strict=True)
         ]
 
-    def _combine(self, batch: Batch) -> None:
+    def _combine(self, way: _Way) -> None:
+        batch = way.batch
         # The last piece first: once it has arrived, so have all earlier ones, completely.
         for piece in reversed(batch.pieces):
             for peer, arriving in self._arriving.get(piece, ()):
                 arriving.wait(peer)
-        for piece in batch.pieces:
+        going = [piece for piece in batch.pieces if piece.about.present[0] <= self._group[-1]]
+        for piece in going:
             about = piece.about
-            arrived = self._arriving.pop(piece, ())
-            operands = {peer: each.flat.view(about.dtype) for peer, each in arrived}
+            arrived = {peer: each.flat for peer, each in self._arriving.pop(piece, ())}
+            total = arrived.pop(way.before, None) if way.before is not None else None
+            operands = {peer: flat.view(about.dtype) for peer, flat in arrived.items()}
             if self._rank in about.present:
                 operands[self._rank] = self._operand(piece)
-            about.combine([operands[rank] for rank in about.present], self._room(piece))
+            into = self._room(piece)
+            if way.after is not None and into.dtype != about.wide:
+                into = empty(piece.total_nbytes).view(about.wide)
+            about.combine(
+                [operands[rank] for rank in self._group if rank in operands],
+                into,
+                total=None if total is None else total.view(about.wide),
+                count=len(about.present),
+                is_over=way.after is None,
+            )
+            if way.after is not None:
+                self._send(into, way.after, is_ended=piece is going[-1])
 
-    def _await_results(self, batches: list[Batch]) -> list[tuple[int, Arriving]]:
-        """Post all receives of results, and list them in the order in which to wait."""
-        last = {batch.owner: batch.pieces[-1] for batch in batches}
-        coming = []
-        for batch in batches:
-            for piece in batch.pieces:
-                flat = self._room(piece).view(torch.uint8)
-                is_last = piece is last[batch.owner]
-                arriving = self._exchange.arriving(
-                    flat, batch.owner, is_result=True, is_ended=is_last
-                )
-                coming.append((batch.owner, arriving))
-        self._received_from.update(last)
-        return coming[::-1]  # backward, as in ``_combine``
+    def _await_results(self) -> None:
+        """Post all receives of results, in the order in which each rank sends them."""
+        last = {way.owner: way.batch.pieces[-1] for way in self._theirs}
+        for way in self._theirs if self._is_taker else ():
+            for piece in way.batch.pieces:
+                self._await_result(piece, way.owner, is_ended=piece is last[way.owner])
+        for way in self._mine:
+            if way.after is not None and self._is_due:
+                for piece in way.batch.pieces:
+                    self._await_result(piece, way.after, is_ended=piece is way.batch.pieces[-1])
 
-    def _send_operands(self, batch: Batch) -> None:
-        pieces = batch.of(self._rank)
+    def _await_result(self, piece: Piece, peer: int, *, is_ended: bool) -> None:
+        flat = self._room(piece).view(torch.uint8)
+        arriving = self._exchange.arriving(flat, peer, is_result=True, is_ended=is_ended)
+        self._coming[piece] = peer, arriving
+        self._received_from.add(peer)
+
+    def _take(self, pieces: Sequence[Piece]) -> None:
+        """Wait for the results of pieces; backward, as in ``_combine``."""
+        for piece in reversed(pieces):
+            peer, arriving = self._coming[piece]
+            arriving.wait(peer)
+
+    def _send_operands(self, way: _Way) -> None:
+        pieces = way.batch.of(self._rank)
         for piece in pieces:
-            self._send(self._operand(piece), batch.owner, is_ended=piece is pieces[-1])
+            self._send(self._operand(piece), way.owner, is_ended=piece is pieces[-1])
 
-    def _send_results(self, batch: Batch, *, is_last: bool) -> None:
-        for piece in batch.pieces:
+    def _send_results(self, way: _Way) -> None:
+        """Send the results of one of this rank's own batches, or pass them on."""
+        pieces = way.batch.pieces
+        for piece in pieces:
+            is_last = piece is pieces[-1]
             # The receiver waits for the last byte of the last piece; all others arrive before it.
-            is_ended = is_last and piece is batch.pieces[-1]
+            is_ended = is_last and way is self._mine[-1]
             for peer in self._takers:
                 self._send(self._room(piece), peer, is_result=True, is_ended=is_ended)
+            if way.before is not None and self._is_due_before:
+                self._send(self._room(piece), way.before, is_result=True, is_ended=is_last)
 
     def _send(
         self, flat: torch.Tensor, peer: int, *, is_result: bool = False, is_ended: bool

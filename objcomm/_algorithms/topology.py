@@ -259,6 +259,25 @@ def for_payload(nbytes: int, hosts: Sequence[int]) -> tuple[Topology, int]:
     return host_by_host(hosts, _in_line if is_long else for_head), chunk_nbytes
 
 
+def reduction_groups(nbytes: int, hosts: Sequence[int]) -> list[list[int]]:
+    """Return groups of ranks, each of which combines its operands and passes the total to the next.
+
+    If ranks share hosts, each host is a group. Otherwise every operand would cross to another host:
+    twice as many bytes for each network card with two hosts of two ranks, eight times with two
+    hosts of eight. Small operands are combined by one group, because they would wait for the
+    latency of each host. So are those of hosts that do not have consecutive ranks: operands are
+    combined in rank order.
+
+    Args:
+        nbytes: number of bytes of each rank's operand.
+        hosts: host number of each rank.
+    """
+    groups, ranks = list(by_host(hosts).values()), list(range(len(hosts)))
+    is_long = nbytes >= len(hosts) * _LINE_CHUNK_MIN_NBYTES
+    is_in_order = list(itertools.chain(*groups)) == ranks
+    return groups if is_long and is_in_order and len(groups) < len(hosts) else [ranks]
+
+
 def _in_line(_: int) -> Topology:
     return line
 

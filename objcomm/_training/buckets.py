@@ -484,24 +484,28 @@ def _in_messages(call: Call, exchange: Exchange, flats: Sequence[_Flat]) -> None
         operands = [
             flat if rank == call.rank else read(message) for rank, message in enumerate(messages)
         ]
-        _averaging(rule, flat.dtype)(operands, flat)
+        _, combine = _averaging(rule, flat.dtype)
+        combine(operands, flat)
 
 
 def _part(exchange: Exchange, rule: Rule, flat: torch.Tensor) -> Part:
+    wide, combine = _averaging(rule, flat.dtype)
     return Part(
         operand=flat,
         result=flat,  # the averages may overwrite an operand
         dtype=flat.dtype,
         result_dtype=flat.dtype,
+        wide=wide,
         numel=flat.numel(),
         present=tuple(range(exchange.size)),
-        combine=_averaging(rule, flat.dtype),
+        combine=combine,
         kind=(rule, flat.dtype),
     )
 
 
-def _averaging(rule: Rule, dtype: torch.dtype) -> Combine:
+def _averaging(rule: Rule, dtype: torch.dtype) -> tuple[torch.dtype, Combine]:
+    """Return the dtype of totals, and how tensors are averaged."""
     if rule is Rule.GRADIENTS:
-        return operators.average_tensors
+        return operators.wide_dtype("sum", dtype, None), operators.average_tensors
     wide = operators.wide_dtype("mean", dtype, None)
-    return lambda operands, into: operators.combine_tensors("mean", operands, into, wide)
+    return wide, partial(operators.combine_tensors, "mean", wide=wide)

@@ -456,10 +456,10 @@ def test_a_rank_that_dies_in_the_middle_is_named() -> None:
     last_piece = {2: 1, 3: 0, 4: 3}[objcomm.world_size()]
     combine, pieces = operators.combine_tensors, itertools.count()
 
-    def die_at_last(*given: Any) -> None:
+    def die_at_last(*given: Any, **options: Any) -> None:
         if next(pieces) == last_piece:
             exit_at_once()
-        combine(*given)
+        combine(*given, **options)
 
     if here().rank == 1:
         pytest.MonkeyPatch().setattr(operators, "combine_tensors", die_at_last)

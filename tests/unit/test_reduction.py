@@ -31,9 +31,20 @@ def as_made(rank: int, numel: int) -> torch.Tensor:
 operand = functools.cache(as_made)  # what a rank gives; cached, so it must not be changed
 
 
-def in_order(operands: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-    """Combine so that the result depends on the order of the operands and on their owners."""
-    into.copy_(functools.reduce(lambda left, right: 31 * left + right, operands))
+def in_order(
+    operands: Sequence[torch.Tensor],
+    into: torch.Tensor,
+    *,
+    total: torch.Tensor | None = None,
+    count: int = 0,
+    is_over: bool = True,
+) -> None:
+    """Combine so that the result depends on the order of the operands and on their number."""
+    so_far = [] if total is None else [total]
+    assert all(each.dtype is torch.int64 for each in so_far)
+    assert into.dtype is (torch.int32 if is_over else torch.int64)
+    found = functools.reduce(lambda left, right: 31 * left.long() + right, [*so_far, *operands])
+    into.copy_(found + (count or len(operands)) * is_over)
 
 
 def combined(present: Sequence[int], numel: int) -> torch.Tensor:
@@ -47,7 +58,8 @@ def part(rank: int, numel: int, present: tuple[int, ...], *, is_taker: bool) -> 
     mine = operand(rank, numel) if rank in present else None
     result = torch.full((numel,), -1, dtype=torch.int32) if is_taker else None
     kind = "int32", present
-    return Part(mine, result, torch.int32, torch.int32, numel, present, in_order, kind)
+    dtypes = torch.int32, torch.int32, torch.int64
+    return Part(mine, result, *dtypes, numel, present, in_order, kind)
 
 
 @pytest.mark.parametrize(
@@ -58,21 +70,40 @@ def part(rank: int, numel: int, present: tuple[int, ...], *, is_taker: bool) -> 
 def test_every_part_is_combined_from_the_ranks_that_have_it(
     size: int, root: int | None, sharing: tuple[int, ...]
 ) -> None:
+    check_parts(size, root, sharing=sharing)
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        (0, 0, 1, 1),
+        (0, 1, 1, 1, 2),
+        (0, 0, 0, 1, 2, 2),
+        (0, 1, 0, 1),  # not in the order of ranks
+        (*[0] * 5, *[1] * 4, *[2] * 4),
+    ],
+)
+@pytest.mark.parametrize("root", [None, 0, 1, 3])
+def test_totals_go_from_host_to_host(hosts: tuple[int, ...], root: int | None) -> None:
+    check_parts(len(hosts), root, hosts=hosts)
+
+
+def check_parts(size: int, root: int | None, **options: Any) -> None:
     everyone = tuple(range(size))
-    presents = [everyone, (size - 1,), everyone[::2], everyone]
+    presents = [everyone, (size - 1,), everyone[::2], (0,), everyone]
 
     def body(exchange: Exchange) -> list[Part]:
         is_taker = root in {None, exchange.rank}
         parts = [
-            part(exchange.rank, numel, presents[at % 4], is_taker=is_taker)
+            part(exchange.rank, numel, presents[at % 5], is_taker=is_taker)
             for at, numel in enumerate(NUMELS)
         ]
         tensor_reduction.reduce_tensors(exchange, parts, root)
         return parts
 
-    on_ranks = run(size, body, sharing=sharing)
+    on_ranks = run(size, body, **options)
     for at, numel in enumerate(NUMELS):
-        present = presents[at % 4]
+        present = presents[at % 5]
         want = combined(present, numel)
         for rank, parts in enumerate(on_ranks):
             if parts[at].result is not None:
@@ -97,6 +128,19 @@ def test_the_work_is_divided_and_no_byte_is_sent_twice() -> None:
         results = sum(count for count, tag in link.sent if tag == result_tag(0, 0))
         assert sent <= nbytes * 2 * (size - 1) / size * 1.01 + 100
         assert results == pytest.approx(nbytes / size * (size - 1), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "times"),
+    [((0, 0, 1, 1), 1), ((0,) * 6 + (1,) * 6, 1), ((0, 0, 1, 1, 2, 2), 2), ((0, 1, 2, 3), 1.5)],
+)
+def test_a_card_carries_a_tensor_twice_at_most(hosts: tuple[int, ...], times: float) -> None:
+    nbytes = 8_000_000
+    links = linked(len(hosts), hosts)
+    run(links, functools.partial(reduced, nbytes // 8))  # totals have 8 bytes
+    for host in set(hosts):
+        crossed = sum(link.crossed_nbytes for link in links if link.hosts[link.rank] == host)
+        assert crossed <= times * nbytes + 1000
 
 
 def test_ranks_of_one_host_send_each_other_single_bytes_only() -> None:
@@ -173,7 +217,8 @@ def test_batches_have_every_element_once_and_room_for_their_pieces(
     items: list[tuple[tuple[torch.dtype, torch.dtype], int]], size: int, most: int
 ) -> None:
     parts = [
-        Part(None, None, *dtypes, numel, (0,), lambda *_: None, dtypes) for dtypes, numel in items
+        Part(None, None, *dtypes, dtypes[1], numel, (0,), lambda *_, **__: None, dtypes)
+        for dtypes, numel in items
     ]
     cut = batches(parts, size, most)
     assert [batch.owner for batch in cut] == [at % size for at in range(len(cut))]
@@ -226,6 +271,11 @@ def test_a_tensor_is_combined_piece_by_piece(op: str, dtype: torch.dtype) -> Non
     if op == "mean":
         want = want / 3
     assert torch.equal(into, want.to(into.dtype))
+    total = torch.empty(70_000, dtype=wide)
+    operators.combine_tensors(op, operands[:2], total, wide, count=3, is_over=False)
+    again = torch.empty_like(into)
+    operators.combine_tensors(op, operands[2:], again, wide, total=total, count=3)
+    assert torch.equal(again, into)
     assert all(torch.equal(*pair) for pair in zip(operands, kept, strict=True))
 
 

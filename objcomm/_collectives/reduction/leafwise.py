@@ -9,6 +9,7 @@ whole before any of that.
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -306,9 +307,10 @@ class TreeReduction:
             flat,
             dtype,
             operators.result_dtype(op, about.dtype),
+            wide,
             about.numel,
             ranks,
-            lambda operands, into: operators.combine_tensors(op, operands, into, wide),
+            partial(operators.combine_tensors, op, wide=wide),
             (dtype, wide, ranks, where.type),
         )
         device = own.device if isinstance(own, torch.Tensor) else about.device_type

@@ -537,7 +537,14 @@ def wide_dtype(op: str, dtype: torch.dtype, wanted: torch.dtype | None) -> torch
 
 
 def combine_tensors(
-    op: str, operands: Sequence[torch.Tensor], into: torch.Tensor, wide: torch.dtype
+    op: str,
+    operands: Sequence[torch.Tensor],
+    into: torch.Tensor,
+    wide: torch.dtype,
+    *,
+    total: torch.Tensor | None = None,
+    count: int = 0,
+    is_over: bool = True,
 ) -> None:
     """Combine one tensor of each rank, in rank order.
 
@@ -545,23 +552,37 @@ def combine_tensors(
         op: the operator's name.
         operands: flat, of equal length, in ``operand_dtype``; not modified unless one of them is
             ``into``.
-        into: receives the result, in ``result_dtype``. It must not overlap the operands, except
-            that for ``mean`` it may be one of them.
+        into: receives the result, in ``result_dtype``, or a total, in ``wide``. It must not overlap
+            the operands, except that for ``mean`` it may be one of them.
         wide: see ``wide_dtype``.
+        total: as in ``Combine``, in ``wide``; not modified.
+        count: likewise.
+        is_over: likewise.
     """
     combine: Any = _NAMED[op].elementwise
+    count = count or len(operands)
+    operands = operands if total is None else [total, *operands]
     for target, first, *others in _chunks(into, operands):
         if others and op != "mean" and wide == first.dtype == into.dtype:
-            total = combine(first, others.pop(0), out=target)
+            so_far = combine(first, others.pop(0), out=target)
         else:
-            total = first.to(wide, copy=True)
+            so_far = first.to(wide, copy=True)
         for other in others:
-            combine(total, other, out=total)
-        if total is not target:
-            target.copy_(total.div_(len(operands)) if op == "mean" else total)
+            combine(so_far, other, out=so_far)
+        if op == "mean" and is_over:
+            so_far.div_(count)
+        if so_far is not target:
+            target.copy_(so_far)
 
 
-def average_tensors(operands: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+def average_tensors(
+    operands: Sequence[torch.Tensor],
+    into: torch.Tensor,
+    *,
+    total: torch.Tensor | None = None,
+    count: int = 0,
+    is_over: bool = True,  # noqa: ARG001  # as in ``Combine``: there is no last step
+) -> None:
     """Compute the mean as DistributedDataParallel does: add up each operand's share, in rank order.
 
     The sum cannot overflow unless the mean does. Half-precision operands are accumulated in
@@ -570,14 +591,20 @@ def average_tensors(operands: Sequence[torch.Tensor], into: torch.Tensor) -> Non
     Args:
         operands: floating-point or complex, flat and of equal length.
         into: receives the result; may be one of the operands.
+        total: as in ``Combine``; not modified.
+        count: likewise.
+        is_over: likewise.
     """
-    share = 1 / len(operands)
+    share = 1 / (count or len(operands))
     wide = wide_dtype("sum", into.dtype, None)
+    operands = operands if total is None else [total, *operands]
     for target, first, *others in _chunks(into, operands):
-        total = first.to(wide) * share
+        so_far = first.to(wide, copy=True)
+        if total is None:
+            so_far *= share
         for other in others:
-            total.add_(other.to(wide), alpha=share)
-        target.copy_(total)
+            so_far.add_(other.to(wide), alpha=share)
+        target.copy_(so_far)
 
 
 def _chunks(
