@@ -426,7 +426,8 @@ class BoardThread:
         """
         if self._rank == _FIRST:
             return
-        with contextlib.suppress(StoreSilentError):  # that rank has left
+        # That rank has left, or the connection was closed here.
+        with contextlib.suppress(StoreSilentError, OSError):
             self.call(lambda board: board.learn([_FIRST]))
             host = self.processes.of(_FIRST)
             if host is not None and host.hosts_store:
