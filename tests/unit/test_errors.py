@@ -208,6 +208,14 @@ def test_each_of_few_ranks_has_its_own_position() -> None:
     )
 
 
+def test_even_a_few_ranks_are_grouped_by_what_they_called() -> None:
+    called = [_at(rank, 10 if rank == 1 else 20, rank + 1.0) for rank in range(4)]
+    assert errors.position_texts(called, is_past=True) == [
+        "rank 1 called barrier (call 7) at train.py:10",
+        "ranks 0, 2-3 called barrier (call 7) at train.py:20",
+    ]
+
+
 def test_many_ranks_are_grouped_by_place() -> None:
     waiting = [_at(each, 10, 4.9 + each / 400) for each in range(62)]
     lost = [_at(each, 20, 2.0, is_over=True) for each in (62, 63)]

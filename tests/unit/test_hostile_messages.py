@@ -33,6 +33,15 @@ def test_a_changed_byte_of_a_large_buffer_is_noticed(codec: str) -> None:
         objcomm.from_tensor(raw)
 
 
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_tensor_that_is_too_short_or_too_long_is_noticed(change: int, codec: str) -> None:
+    raw = objcomm.to_tensor([1, 2], codec=codec)
+    changed = raw[:change] if change < 0 else torch.cat([raw, torch.zeros_like(raw[:change])])
+    announced = f"{len(raw)} bytes was announced, but {len(changed)} arrived"
+    with pytest.raises(WireError, match=announced):
+        objcomm.from_tensor(changed)
+
+
 def test_a_valid_header_of_another_version_is_refused() -> None:
     raw = bytearray(objcomm.to_tensor(1).numpy().tobytes())
     raw[4] = VERSION + 1
