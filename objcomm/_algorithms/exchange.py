@@ -114,12 +114,13 @@ class Exchange(Transfers):
         """Start sending the first part of ``message`` to some ranks.
 
         Args:
-            message: sent in full if ``may_be_whole`` is set and the link can carry it.
+            message: sent in full if ``may_be_whole`` is set and the link can carry it. A received
+                one is passed on as it came.
             peers: the ranks to send to.
             destination: the only rank that may accept it; by default, all may.
             may_be_whole: whether its receivers read it, or pass it on as a single message.
         """
-        if may_be_whole and not message.is_all_head:
+        if may_be_whole and not message.is_all_head and message.arrived is None:
             message.make_whole(self.head_max_nbytes)
         pieces = self.gate.pieces_of(message, destination)
         head = pieces[0] if len(pieces) == 1 else pieces

@@ -445,6 +445,12 @@ def on_every_rank(size: int, body: Callable[[int], Any]) -> list[Any]:
     return results
 
 
+class WideLink(MemoryLink):
+    """A link whose first messages may exceed a window, as on streams."""
+
+    head_max_nbytes = 2 << 20
+
+
 def linked(
     size: int,
     hosts: Sequence[int] = (),

@@ -19,6 +19,7 @@ from tests.contracts import check_link
 from tests.unit.memory_link import (
     MemoryDeviceLink,
     MemoryLink,
+    WideLink,
     Wires,
     exchange_on,
     first_bytes,
@@ -224,24 +225,36 @@ def test_every_first_message_fits_into_the_posted_receive() -> None:
 
 @pytest.mark.parametrize("is_staged", [False, True])
 @pytest.mark.parametrize("route", PATTERNS)
-def test_members_on_the_device_go_over_the_device_link(route: str, *, is_staged: bool) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "link"),
+    [
+        ((0, 0, 0), MemoryLink),
+        ((0, 0, 0), WideLink),
+        ((0, 0, 1, 1), WideLink),  # rank 2 passes the head on
+        ((0,) * 12, WideLink),
+    ],
+)
+def test_members_on_the_device_go_over_the_device_link(
+    hosts: tuple[int, ...], link: type[MemoryLink], route: str, *, is_staged: bool
+) -> None:
     # The "device" is the CPU: the test covers which rank moves what, in which order.
+    size = len(hosts)
     kind = BufferKind.TENSOR if is_staged else BufferKind.DEVICE
     flags = Flag.STAGED if is_staged else 0
-    host_wires, device_wires = Wires(3), Wires(3)
-    links = [MemoryLink(host_wires, rank) for rank in range(3)]
-    device_links = [MemoryDeviceLink(device_wires, rank) for rank in range(3)]
+    host_wires, device_wires = Wires(size, hosts), Wires(size, hosts)
+    links = [link(host_wires, rank) for rank in range(size)]
+    device_links = [MemoryDeviceLink(device_wires, rank) for rank in range(size)]
 
     def body(rank: int) -> Any:
         exchange = exchange_on(links[rank], new_lane(), device_link=device_links[rank])
         make = functools.partial(message_of, shape="buffers", kind=kind, flags=flags)
         return brought(route, exchange, 0, make)
 
-    for rank, messages in enumerate(on_every_rank(3, body)):
-        wanted = to_be_brought(route, rank, 3, 0)
+    for rank, messages in enumerate(on_every_rank(size, body)):
+        wanted = to_be_brought(route, rank, size, 0)
         assert [content_of(each) for each in messages] == [expected(at, "buffers") for at in wanted]
-    assert sum(link.carried for link in device_links) > 0
-    tags = {tag for link in links for _, tag in link.sent}
+    assert sum(each.carried for each in device_links) > 0
+    tags = {tag for each in links for _, tag in each.sent}
     assert tags <= {head_tag(0), receipt_tag(0, 0)}
     assert host_wires.left_over() == device_wires.left_over() == 0
 

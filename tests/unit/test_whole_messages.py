@@ -14,6 +14,7 @@ from objcomm._wire.message import Message, compose, head_of, open_body
 from objcomm.errors import AuthenticationError, WireError
 from tests.unit.memory_link import (
     MemoryLink,
+    WideLink,
     Wires,
     exchange_on,
     first_bytes,
@@ -24,14 +25,8 @@ from tests.unit.memory_link import (
 )
 from tests.unit.routed import check_pattern, content_of, message_of, run
 
-MOST_NBYTES = 2 << 20
+MOST_NBYTES = WideLink.head_max_nbytes
 KINDS = (BufferKind.TENSOR, BufferKind.MEMORY, BufferKind.BYTES, BufferKind.BYTEARRAY)
-
-
-class WideLink(MemoryLink):
-    """A link whose first messages may exceed a window, as on streams."""
-
-    head_max_nbytes = MOST_NBYTES
 
 
 def whole(*lengths: int, flags: int = 0, kind: BufferKind | None = None) -> Message:
