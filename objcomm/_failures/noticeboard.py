@@ -60,7 +60,8 @@ _KNOWN_MAX_AGE_SECONDS = 0.5
 
 # The rank that hosts the store, unless a launcher does.
 _FIRST = 0
-_HOST_SECONDS = 0.5
+# If a program keeps the store for its next world, each of the other ranks waits for this long.
+_HOST_SECONDS = 0.2
 
 _PREFIX = "objcomm"
 _PROCESS = re.compile(rf"(.*/)?{_PREFIX}/process/([0-9]{{1,7}})", re.DOTALL)
@@ -426,8 +427,7 @@ class BoardThread:
         """
         if self._rank == _FIRST:
             return
-        # That rank has left, or the connection was closed here.
-        with contextlib.suppress(StoreSilentError, OSError):
+        with contextlib.suppress(StoreSilentError):  # that rank has left
             self.call(lambda board: board.learn([_FIRST]))
             host = self.processes.of(_FIRST)
             if host is not None and host.hosts_store:

@@ -571,7 +571,10 @@ class _Watchdogs:
         with self._lock, self._board_thread:
             if world not in self._board_threads:
                 is_there, held = weakref.ref(world), [store_of(world)]
-                found = BoardThread(
+                started: list[BoardThread] = []
+                # At exit, ``close`` compares.
+                weakref.finalize(world, _leave_last, held, started).atexit = False
+                found = self._board_threads[world] = BoardThread(
                     held[0],
                     world.rank(),
                     world.size(),
@@ -580,9 +583,7 @@ class _Watchdogs:
                     is_needed=lambda own: bool(held) or watchdog.has_open(own),
                     is_cut_off=lambda rank: (at := is_there()) is not None and is_cut_off(at, rank),
                 )
-                # At exit, ``close`` compares.
-                weakref.finalize(world, _leave_last, held, found).atexit = False
-                self._board_threads[world] = found
+                started.append(found)
                 watchdog.board_threads.add(found)
             return self._board_threads[world]
 
@@ -611,18 +612,19 @@ def compare_destroyed() -> None:
         _watchdogs.compare_calls(destroyed_only=True)
 
 
-def _leave_last(held: "list[dist.Store]", board_thread: BoardThread) -> None:
+def _leave_last(held: "list[dist.Store]", started: list[BoardThread]) -> None:
     """Compare the calls on destroyed groups when their world is gone; see also ``await_host``.
 
     Args:
         held: contains the world's store. Until this is emptied, the board's thread keeps running,
             and a store that this process hosts keeps answering.
-        board_thread: that thread.
+        started: that thread; empty if Ctrl-C interrupted its start.
     """
     try:
         if unmatched_calls.failure_here() is None:
             compare_destroyed()
-            board_thread.await_host()
+            for board_thread in started:
+                board_thread.await_host()
     finally:
         held.clear()
 

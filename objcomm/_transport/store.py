@@ -166,15 +166,12 @@ class SharedStore:
             self._own, self._ends = None, {}
 
     def await_end(self, seconds: float) -> None:
-        """Wait at most ``seconds`` for the store's host to close the connection."""
+        """Wait at most ``seconds`` for the store's host to close an open connection."""
         watched = select.poll()
-        with self._lock:
-            ends = [socket.socket(fileno=os.dup(end)) for end in self._ends.values()]
-        for end in ends:
+        for end in self._ends.values():
             watched.register(end, select.POLLRDHUP)
-        watched.poll(seconds * 1000)
-        for end in ends:
-            end.close()
+        if self._ends:
+            watched.poll(seconds * 1000)
 
     def hang_up(self) -> None:
         """End this process's connections to the store for good; threads that use one wake up."""
