@@ -55,7 +55,7 @@ class Part(NamedTuple):
         result: flat and contiguous; None on a rank that gets no result.
         dtype: dtype of the operand on all ranks.
         result_dtype: dtype of the result.
-        wide: dtype of the total of some ranks' operands.
+        wide: dtype in which operands are accumulated.
         numel: number of elements.
         present: the ranks that have an operand, in order; at least one.
         combine: computes the result's elements from those of ``present``.
@@ -99,11 +99,6 @@ class Piece:
     def result_nbytes(self) -> int:
         """Bytes of the result."""
         return self.numel * self.about.result_dtype.itemsize
-
-    @property
-    def total_nbytes(self) -> int:
-        """Bytes of the total of some ranks' operands."""
-        return self.numel * self.about.wide.itemsize
 
     @property
     def room_nbytes(self) -> int:

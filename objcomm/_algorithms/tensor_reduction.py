@@ -5,10 +5,11 @@ them in rank order and sends the result back (a reduce-scatter, then an all-gath
 from rank to rank). So each element is computed once, in rank order, and is identical on all ranks.
 The data is sent without a head, because the ranks have already agreed on it.
 
-If several ranks share a host, each piece has an owner on each host. The first host's owner combines
-the operands of its host, and the total goes from host to host, where the other owners continue; the
-result goes back the same way. The order is the same, and a network card carries each element once
-or twice in each direction, and not up to twice for each rank of its host.
+If several ranks share a host and all ranks get the result, each piece has an owner on each host.
+The first host's owner combines the operands of its host, and the total goes from host to host,
+where the other owners continue; the result goes back the same way. The order is the same, and a
+network card carries each element once or twice in each direction, and not up to twice for each rank
+of its host.
 
 The transfers are objcomm's own, not ``dist.all_reduce``, so that a waiting rank notices when a peer
 dies (see ``Transfers.ended``) and two lanes cannot mix.
@@ -32,6 +33,7 @@ from objcomm._algorithms.device import DevicePath
 from objcomm._algorithms.exchange import Exchange
 from objcomm._algorithms.parts import Batch, Part, Piece, aligned, batches, nbytes_of
 from objcomm._codecs.buffers import empty
+from objcomm._wire.message import compose
 
 if TYPE_CHECKING:
     from objcomm._algorithms.transfers import Arriving
@@ -43,6 +45,8 @@ _BATCH_MAX_NBYTES = 1 << 20
 # 8 MiB on two hosts of two ranks, over cards of 200 Mbit/s, 1 Gbit/s and more: 528, 99 and 29 ms;
 # with 256 KiB 444, 89 and 34; with 1 MiB 581, 124 and 29. Before there were totals: 793, 149, 28.
 _TOTALS_MAX_NBYTES = 512 << 10
+# More batches than this are not sent ahead, see ``frames.WAITING_MAX``.
+_TOTALS_MAX = 1 << 12
 # An owner has memory for the received operands of this many of its batches.
 _AHEAD = 3
 
@@ -60,8 +64,13 @@ def reduce_tensors(exchange: Exchange, parts: Iterable[Part], root: int | None) 
     if workspace is not None:
         shared_reduction.reduce_tensors(exchange, own, root, workspace)
         return
-    groups = topology.reduction_groups(nbytes_of(own), exchange.hosts)
-    most_nbytes = _BATCH_MAX_NBYTES if len(groups) == 1 else _TOTALS_MAX_NBYTES
+    nbytes, groups = nbytes_of(own), [list(range(exchange.size))]
+    # A total is kept where the result will be, so it must not need more memory.
+    if root is None and all(part.wide == part.result_dtype for part in own):
+        groups = topology.reduction_groups(nbytes, exchange.hosts)
+    most_nbytes = _BATCH_MAX_NBYTES
+    if len(groups) > 1:
+        most_nbytes = max(_TOTALS_MAX_NBYTES, aligned(nbytes // _TOTALS_MAX))
     cut = batches(own, exchange.size, most_nbytes)
     if cut:
         _Run(exchange, cut, root, groups).run()
@@ -103,9 +112,6 @@ class _Run:
         self._others = [*group[place + 1 :], *group[:place]]
         self._is_taker = root in {None, rank}
         self._takers = [peer for peer in self._others if root in {None, peer}]
-        # Whether the result is wanted in this group or one before it, and in one before it.
-        self._is_due = root is None or root <= group[-1]
-        self._is_due_before = root is None or root < group[0]
         ways = []
         for number, batch in enumerate(batches):
             owners = [each[number % len(each)] for each in groups]
@@ -135,16 +141,22 @@ class _Run:
                 self._await_operands(mine[at + _AHEAD], at)
             if way.after is None:
                 self._send_results(way)
-        # Only now: a wait for results in between would delay totals on which other hosts wait.
-        for way in mine:
-            if way.after is not None and self._is_due:
-                self._take(way.batch.pieces)
-                self._send_results(way)
+        # Only now: a wait for results in between would delay totals for which other hosts wait.
+        for way in [way for way in mine if way.after is not None]:
+            self._take(way.batch.pieces)
+            self._send_results(way)
         if self._is_taker:
             self._take([piece for way in self._theirs for piece in way.batch.pieces])
+        self._end()
+
+    def _end(self) -> None:
+        """Put packed results where they belong; return once all ranks have theirs."""
         for piece, room in self._rooms.items():
             piece.unpack(room)
-        self._exchange.confirm(self._received_from, self._sent_to)
+        if len(self._group) == self._exchange.size:
+            self._exchange.confirm(self._received_from, self._sent_to)
+        else:  # no rank may return if one that it has sent nothing to fails
+            routes.all_meet(self._exchange, compose(self._exchange.header, b""))
 
     def _await_operands(self, way: _Way, at: int) -> None:
         """Post the receives of what one of this rank's own batches is combined from."""
@@ -153,8 +165,9 @@ class _Run:
             pieces = batch.of(peer)
             self._await(pieces, peer, at, [piece.operand_nbytes for piece in pieces])
         if way.before is not None:
-            pieces = [piece for piece in batch.pieces if self._has_total(piece)]
-            self._await(pieces, way.before, at, [piece.total_nbytes for piece in pieces])
+            # Those for which a rank of an earlier group has an operand.
+            pieces = [each for each in batch.pieces if each.about.present[0] < self._group[0]]
+            self._await(pieces, way.before, at, [piece.result_nbytes for piece in pieces])
 
     def _await(self, pieces: list[Piece], peer: int, at: int, nbytes: list[int]) -> None:
         if not pieces:
@@ -163,10 +176,6 @@ class _Run:
             arriving = self._exchange.arriving(flat, peer, is_ended=piece is pieces[-1])
             self._arriving.setdefault(piece, []).append((peer, arriving))
             self._received_from.add(peer)
-
-    def _has_total(self, piece: Piece) -> bool:
-        """Return whether a rank of an earlier group has an operand for a piece."""
-        return piece.about.present[0] < self._group[0]
 
     def _slots(self, row: int, peer: int, nbytes: list[int]) -> list[torch.Tensor]:
         """Return memory for what one rank sends, reused ``_AHEAD`` batches later."""
@@ -192,18 +201,15 @@ class _Run:
             operands = {peer: flat.view(about.dtype) for peer, flat in arrived.items()}
             if self._rank in about.present:
                 operands[self._rank] = self._operand(piece)
-            into = self._room(piece)
-            if way.after is not None and into.dtype != about.wide:
-                into = empty(piece.total_nbytes).view(about.wide)
             about.combine(
                 [operands[rank] for rank in self._group if rank in operands],
-                into,
-                total=None if total is None else total.view(about.wide),
+                self._room(piece),
+                total=None if total is None else total.view(about.result_dtype),
                 count=len(about.present),
                 is_over=way.after is None,
             )
-            if way.after is not None:
-                self._send(into, way.after, is_ended=piece is going[-1])
+            if way.after is not None:  # the result comes only when all of this total has arrived
+                self._send(self._room(piece), way.after, is_ended=piece is going[-1])
 
     def _await_results(self) -> None:
         """Post all receives of results, in the order in which each rank sends them."""
@@ -212,7 +218,7 @@ class _Run:
             for piece in way.batch.pieces:
                 self._await_result(piece, way.owner, is_ended=piece is last[way.owner])
         for way in self._mine:
-            if way.after is not None and self._is_due:
+            if way.after is not None:
                 for piece in way.batch.pieces:
                     self._await_result(piece, way.after, is_ended=piece is way.batch.pieces[-1])
 
@@ -242,7 +248,7 @@ class _Run:
             is_ended = is_last and way is self._mine[-1]
             for peer in self._takers:
                 self._send(self._room(piece), peer, is_result=True, is_ended=is_ended)
-            if way.before is not None and self._is_due_before:
+            if way.before is not None:
                 self._send(self._room(piece), way.before, is_result=True, is_ended=is_last)
 
     def _send(
