@@ -32,11 +32,12 @@ more than 64 ranks were ever run: the figures beyond are a forecast.
 
 ## How small messages travel
 
-Among up to 8 ranks, one rank sends to each. With more, one rank of each host receives from another
-host and passes on to the ranks of its own. No rank serves more than 8 hosts and 8 ranks of its own
-host, however many there are. Gathering uses the same tree upwards, with one message for all ranks
-below; `all_gather` and `barrier` go up and down. A reduction of objects uses a binomial tree
-within each host and then between hosts, so that objects are combined in rank order.
+Among up to 8 ranks, one rank sends to each, unless a broadcast would then reach another host twice.
+Otherwise one rank of each host receives from another host and passes on to the ranks of its own. No
+rank serves more than 8 hosts and 8 ranks of its own host, however many there are. Gathering among
+more than 8 ranks uses the same tree upwards, with one message for all ranks below; `all_gather` and
+`barrier` go up and down. A reduction of objects uses a binomial tree within each host and then
+between hosts, so that objects are combined in rank order.
 
 ![From the root to one rank of each host, to its ranks](../assets/trees-light.svg#only-light)
 ![From the root to one rank of each host, to its ranks](../assets/trees-dark.svg#only-dark)
