@@ -349,11 +349,12 @@ def _targets(found: list[Judgement]) -> str:
         for one in found
     ]
     head = ["operation", "payload", "world", "what", "measured", "at most", ""]
-    reasons = dict.fromkeys(  # one may apply to several worlds
-        f"- {one.record.operation} of {one.record.payload}: {one.target.why_missed}\n"
-        for one in found
-        if one.target.why_missed and not one.is_met
-    )
+    missing = [one for one in found if one.target.why_missed and not one.is_met]
+    cases: dict[str, dict[str, None]] = {}  # by reason; one case may be there for several worlds
+    for one in missing:
+        case = f"{one.record.operation} of {one.record.payload}"
+        cases.setdefault(one.target.why_missed, {})[case] = None
+    reasons = [f"- {', '.join(of)}: {reason}\n" for reason, of in cases.items()]
     summary = f"{len(found) - missed} of {len(found)} met.\n\n"
     return summary + table(head, rows) + "".join(["\n", *reasons] if reasons else [])
 

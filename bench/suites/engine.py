@@ -70,13 +70,14 @@ def steps_in_a_row(peer: Peer, mine: Any) -> Callable[[], object]:
 _STREAM_PYTHON = (
     "Each object is a collective, and every fifth one has a report of the readers besides: 75 µs "
     "of processor on the source, where a broadcast took 42 in the same run and the ring only "
-    "pickles and copies. Send small objects in batches: batch=25 takes 0.83 of the ring's time."
+    "pickles and copies. Send small objects in batches: batch=25 takes 0.60 to 0.74 of the ring's "
+    "time."
 )
 
 
 #: Measured 2026-11-29 on an idle machine, another one than above.
 _STREAM_LISTS = (
-    "1.77 times the ring's time with two ranks. To encode and decode a list took 355 and 511 µs, "
+    "1.2 to 1.4 times the ring's time. To encode and decode a list took 355 and 511 µs, "
     "where plain pickle takes 265 and 365. The rest is sockets, checksums and Python of a call, "
     "which were not measured one by one."
 )

@@ -30,8 +30,8 @@ _PYTHON = (
 _MEDIUM_OBJECTS = (
     "Lists: pickle takes 0.2 ms to write 100 kB of numbers and 0.3 ms to read them, for torch as "
     "well. Arrays: of 300 kB in eight of them, Python takes 160 µs to encode, check and decode, "
-    "and plain pickle 46. Bytes: measured before messages left in pieces, over sockets with a "
-    "larger buffer."
+    "and plain pickle 46. Bytes, there and back: two messages, each with the Python of a send and "
+    "a receive; see there_and_back."
 )
 _AS_BROADCASTS = "The Python of each rank; see broadcasts."
 #: Measured 2026-11-25 with 64 ranks on two cores, without other peers in between.
