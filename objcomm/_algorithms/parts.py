@@ -24,7 +24,7 @@ _ALIGNMENT = 64
 
 
 class Combine(Protocol):
-    """Combines tensors element by element, in rank order: all at once, or after a total."""
+    """Combines tensors element by element, in rank order: all together, or after a total."""
 
     def __call__(
         self,

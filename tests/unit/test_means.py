@@ -16,7 +16,7 @@ def test_a_mean_is_computed_in_double_precision(dtype: torch.dtype, numel: int) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
-def test_shares_are_the_same_whether_added_at_once_or_after_a_total(dtype: torch.dtype) -> None:
+def test_shares_are_the_same_whether_added_together_or_after_a_total(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
     operands = [torch.randn(50_000, dtype=dtype, generator=generator) for _ in range(3)]
     want = torch.empty_like(operands[0])
