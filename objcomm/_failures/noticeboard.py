@@ -60,8 +60,10 @@ _KNOWN_MAX_AGE_SECONDS = 0.5
 
 # The rank that hosts the store, unless a launcher does.
 _FIRST = 0
-# If a program keeps the store for its next world, each of the other ranks waits for this long.
-_HOST_SECONDS = 0.2
+# How long other ranks wait for it to leave; and for its store to close, which takes torch 40 ms
+# unless the program keeps it for its next world.
+_HOST_SECONDS = 2.0
+_CLOSING_SECONDS = 0.1
 
 _PREFIX = "objcomm"
 _PROCESS = re.compile(rf"(.*/)?{_PREFIX}/process/([0-9]{{1,7}})", re.DOTALL)
@@ -419,19 +421,25 @@ class BoardThread:
                 take(self._jobs.get_nowait())
 
     def await_host(self) -> None:
-        """Wait a little until the rank that hosts the store has left the world, too.
+        """Wait until the rank that hosts the store has left the world, too; but not for long.
 
         Otherwise this rank could join its next world in the store of this one: programs often give
         both the same address. Of programs that joined four worlds in a row, 3 of 8 failed without
         this wait, and none of 12 with it; without objcomm, 1 of 25 fails.
         """
-        if self._rank == _FIRST:
-            return
-        with contextlib.suppress(StoreSilentError):  # that rank has left
-            self.call(lambda board: board.learn([_FIRST]))
-            host = self.processes.of(_FIRST)
-            if host is not None and host.hosts_store:
-                self.store.await_end(_HOST_SECONDS)
+        until = time.monotonic() + _HOST_SECONDS
+        with contextlib.suppress(StoreSilentError):  # the store is closed
+            while self._rank != _FIRST and time.monotonic() < until:
+                self.call(lambda board: board.learn([_FIRST]))
+                host = self.processes.of(_FIRST)
+                if host is None or not host.hosts_store or self.store.has_closed(_CLOSING_SECONDS):
+                    return
+                if host.end_reason:  # it has left, but the program keeps the store
+                    return
+
+    def wake(self) -> None:
+        """Make the thread check whether it is still needed."""
+        self._jobs.put(lambda _: None)
 
     def close(self, seconds: float, farewell: str) -> bool:
         """End the thread and wait for it; return whether it has ended.
@@ -442,7 +450,7 @@ class BoardThread:
         """
         self._farewell = farewell
         self._is_needed = lambda _: False
-        self._jobs.put(lambda _: None)
+        self.wake()
         self._thread.join(seconds)
         return not self._thread.is_alive()
 

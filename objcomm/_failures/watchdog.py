@@ -627,6 +627,8 @@ def _leave_last(held: "list[dist.Store]", started: list[BoardThread]) -> None:
                 board_thread.await_host()
     finally:
         held.clear()
+        for board_thread in started:
+            board_thread.wake()
 
 
 @contextlib.contextmanager

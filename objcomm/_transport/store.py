@@ -165,13 +165,12 @@ class SharedStore:
         with self._lock:
             self._own, self._ends = None, {}
 
-    def await_end(self, seconds: float) -> None:
-        """Wait at most ``seconds`` for the store's host to close an open connection."""
+    def has_closed(self, seconds: float) -> bool:
+        """Return whether the store's host closes an open connection within ``seconds``."""
         watched = select.poll()
         for end in self._ends.values():
             watched.register(end, select.POLLRDHUP)
-        if self._ends:
-            watched.poll(seconds * 1000)
+        return not self._ends or bool(watched.poll(seconds * 1000))
 
     def hang_up(self) -> None:
         """End this process's connections to the store for good; threads that use one wake up."""
