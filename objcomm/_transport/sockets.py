@@ -231,14 +231,14 @@ def _tcp_state_of(end: socket.socket) -> tuple[int, ...]:
     return _TCP_INFO.unpack(state.ljust(_TCP_INFO.size, b"\0"))
 
 
-def has_closed(inode: int, descriptor: int) -> bool:
-    """Return whether the other end of a connection of this process has closed it."""
+def has_closed(inode: int, descriptor: int, seconds: float = 0.0) -> bool:
+    """Return whether the other end of a connection of this process closes it within ``seconds``."""
     with contextlib.suppress(OSError):
         if os.fstat(descriptor).st_ino != inode:  # the descriptor was reused
             return True
         watched = select.poll()
         watched.register(descriptor, select.POLLRDHUP)
-        return bool(watched.poll(0))
+        return bool(watched.poll(seconds * 1000))
     return True
 
 

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import select
 import socket
 import threading
 import types
@@ -167,10 +166,7 @@ class SharedStore:
 
     def has_closed(self, seconds: float) -> bool:
         """Return whether the store's host closes an open connection within ``seconds``."""
-        watched = select.poll()
-        for end in self._ends.values():
-            watched.register(end, select.POLLRDHUP)
-        return not self._ends or bool(watched.poll(seconds * 1000))
+        return all(has_closed(*each, seconds) for each in self._ends.items())
 
     def hang_up(self) -> None:
         """End this process's connections to the store for good; threads that use one wake up."""
@@ -178,7 +174,7 @@ class SharedStore:
         hang_up(self._addresses)
 
     def _is_lost(self) -> bool:
-        if self._ends and all(has_closed(*each) for each in self._ends.items()):
+        if self._ends and self.has_closed(0.0):
             self._lost = self._lost or "the store's host has closed the connection"
         return bool(self._lost)
 

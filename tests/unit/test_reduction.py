@@ -176,34 +176,20 @@ def test_if_one_rank_can_share_or_map_no_memory_all_send(step: str) -> None:
     assert sum(count for count, _ in links[0].sent) > 1_000_000
 
 
-def test_no_rank_continues_before_all_have_their_results() -> None:
-    """The next call overwrites the memory that they are read from."""
-    links = linked(2, sharing=(0,))
-    has_gone_on = threading.Event()
-    unpack = Piece.unpack
-
-    def slowly(piece: Piece, packed: torch.Tensor) -> None:
-        if threading.current_thread().name == "slow":
-            assert not has_gone_on.wait(0.2)
-        unpack(piece, packed)
-
-    def on_rank(rank: int) -> None:
-        threading.current_thread().name = "slow" if rank else "fast"
-        exchange = exchange_on(links[rank], new_lane())
-        reduced(300_000, exchange)
-        exchange.finish()
-        if rank == 0:
-            has_gone_on.set()
-
-    with mock.patch.object(Piece, "unpack", slowly):
-        on_every_rank(2, on_rank)
-    assert has_gone_on.is_set()
-
-
-def test_no_rank_continues_before_those_of_other_hosts_have_their_results() -> None:
-    """Otherwise a failure of one would reach the others in their next call."""
-    size, has_gone_on, unpack = 4, threading.Event(), Piece.unpack
-    links = linked(size, (0, 0, 1, 1))
+@pytest.mark.parametrize(
+    ("size", "options", "numels"),
+    [
+        (2, {"sharing": (0,)}, [300_000]),
+        (4, {"hosts": (0, 0, 1, 1)}, [5_000, 6_000, 300_000]),  # the first two are packed together
+    ],
+    ids=["in a workspace", "between hosts"],
+)
+def test_no_rank_continues_before_all_have_their_results(
+    size: int, options: dict[str, Any], numels: list[int]
+) -> None:
+    """The next call overwrites a workspace, and a failure must not reach it."""
+    links = linked(size, **options)
+    has_gone_on, unpack = threading.Event(), Piece.unpack
 
     def slowly(piece: Piece, packed: torch.Tensor) -> None:
         if threading.current_thread().name == "slow":
@@ -213,7 +199,6 @@ def test_no_rank_continues_before_those_of_other_hosts_have_their_results() -> N
     def on_rank(rank: int) -> None:
         threading.current_thread().name = "fast" if rank else "slow"
         exchange = exchange_on(links[rank], new_lane())
-        numels = [5_000, 6_000, 300_000]  # the first two are packed together
         parts = [part(rank, each, tuple(range(size)), is_taker=True) for each in numels]
         tensor_reduction.reduce_tensors(exchange, parts, None)
         exchange.finish()
