@@ -6,9 +6,12 @@ ranks, and all connections of the mesh are closed: the others raise, too, instea
 
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from objcomm._algorithms import routes
 from objcomm._algorithms.device import DevicePath
@@ -28,6 +31,7 @@ from objcomm._observe.history import CallRecord
 from objcomm._observe.tracing import Span, begun, profiler
 from objcomm._transport.lane import Lane
 from objcomm._transport.link import Deadline, Link
+from objcomm._transport.threads import Signal, carried_out, done_within
 from objcomm._wire.admission import Gate
 from objcomm._wire.failure_message import failure_of
 from objcomm._wire.message import compose
@@ -35,6 +39,8 @@ from objcomm.errors import DesyncError, TransportError
 
 if TYPE_CHECKING:
     from objcomm._wire.message import Message
+
+T = TypeVar("T")
 
 
 class Watched(Exchange):
@@ -120,6 +126,36 @@ class Watched(Exchange):
             self.__exit__(type(error), error, None)
             raise
         return self
+
+    def apart(
+        self, seconds: float, job: Callable[[], T], undo: Callable[[T], object]
+    ) -> "Future[T]":
+        """Run ``job``, which may wait in C++ for any of the other ranks, and return its outcome.
+
+        An error of ``job`` closes no connections; the caller reports it to the other ranks. If a
+        verdict ends the wait, it is raised, and ``job`` is left to its thread.
+
+        Args:
+            seconds: how long to wait for it; past that, the outcome is a TimeoutError.
+            job: runs on another thread.
+            undo: called with the job's result if this rank has stopped waiting.
+        """
+        mesh, is_woken, outcome = self.mesh, Signal(), Future[T]()
+        with self:
+            self.entry.awaits = -1
+            mesh.at_end.append(is_woken.set)
+            if mesh.verdict is not None:  # it may have ended before that
+                is_woken.set()
+            try:
+                carried_out(partial(done_within, seconds, job, undo, is_woken), outcome)
+                error = outcome.exception()
+                if error is not None and mesh.verdict is not None:
+                    raise error
+                return outcome
+            finally:
+                mesh.at_end.remove(is_woken.set)
+                error = None
+                del outcome  # a traceback refers to this frame, and its outcome to the error
 
     def __exit__(
         self,

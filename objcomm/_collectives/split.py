@@ -11,6 +11,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias, cast
 
@@ -27,7 +28,7 @@ from objcomm._failures.watchdog import board_thread_of
 from objcomm._observe.log import log
 from objcomm._transport.gloo import see_room_for
 from objcomm._transport.link import Deadline
-from objcomm._transport.threads import done_within
+from objcomm._transport.threads import carried_out
 from objcomm._wire.failure_message import line_of
 from objcomm._wire.header import Operation, fingerprint
 from objcomm._wire.message import Message
@@ -555,14 +556,17 @@ def connected(  # noqa: C901  # one linear sequence of steps
     begin = functools.partial(plain_call, operation, name=name, group=group)
     # One rank may have received everything before another, and connecting blocks in C++. So ranks
     # connect only once all are known to arrive and to have enough file descriptors, and within this
-    # call, so that other ranks can be told where this rank is.
+    # call, so that the watchdog notices a death, and other ranks can be told where this rank is.
     with begin(timeout=deadline.seconds_left, must_agree="meet") as call:
         all_gather_in(call, None, check=check_room)()
-        try:
-            if plan is not None:
-                made.append(_made(operation, plan, group, deadline))
-        except BaseException as error:  # noqa: BLE001  # raised in ``check``, for all ranks
-            failed.append(error)
+        if plan is not None:
+            outcome = _made(call, plan, group, deadline)
+            error = outcome.exception()
+            if error is None:
+                made.append(outcome.result())
+            else:
+                failed.append(error)  # raised in ``check``, for all ranks
+            del outcome, error
     try:
         with begin(timeout=deadline.seconds_left, must_agree="connect") as call:
             all_gather_in(call, None, check=check)()
@@ -587,13 +591,13 @@ def _forget_address(made: Any) -> None:
 
 
 def _made(
-    operation: Operation, plan: tuple[Members, str], group: GroupLike, deadline: Deadline
-) -> Any:
-    """Create the process group and wait until its members have connected."""
+    call: Call, plan: tuple[Members, str], group: GroupLike, deadline: Deadline
+) -> "Future[dist.ProcessGroup]":
+    """Create the process group, wait until its members have connected, and return the outcome."""
     members, name = plan
     parent = resolve(group)  # in new_group, only the members' part of the group
     ranks = [parent.ranks[member] for member in members]
-    log.debug("%s makes group %r of ranks %s", operation.name.lower(), name, ranks)
+    log.debug("%s makes group %r of ranks %s", call.operation, name, ranks)
     world = process_group_of(None)
     clients = board_thread_of(world).clients_of_groups
     # Half, so that a rank that fails can report it before the others give up.
@@ -609,12 +613,15 @@ def _made(
                 ranks,
                 limit=timedelta(seconds=limit),
                 timeout=timedelta(seconds=parent.deadline("", None).seconds),
-                purpose=operation.name.lower(),
+                purpose=call.operation,
                 store=store,
             )
         if dist.get_backend(made) == dist.Backend.GLOO:  # others may use it to connect later
             clients.give_back(store)
         return made
 
-    # torch exceeds its limit: Gloo waits 30 s for a rank that has died.
-    return done_within(_LONGER * limit, make, dist.destroy_process_group)
+    if call.is_alone:
+        outcome: Future[dist.ProcessGroup] = Future()
+        carried_out(make, outcome)
+        return outcome
+    return call.exchange.apart(_LONGER * limit, make, dist.destroy_process_group)

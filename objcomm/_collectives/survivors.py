@@ -49,9 +49,8 @@ def survivors(group: GroupLike = None, timeout: Timeout = None) -> "dist.Process
 
     Every rank of ``group`` that is alive must call this, for example when a call has raised
     TransportError. The ranks agree on one list, so all of them get a group of the same ranks, even
-    if each knows of different deaths. If another rank dies meanwhile, they start again without it;
-    while torch connects the new group, a death may go unnoticed for up to a minute. If no rank has
-    died, the new group has all ranks.
+    if each knows of different deaths. If another rank dies meanwhile, they start again without it.
+    If no rank has died, the new group has all ranks.
 
     The new group has the backend and timeout of ``group``, and its own connections. If a rank was
     excluded, the connections of ``group`` are closed: calls on it that still wait raise. Ranks meet

@@ -86,7 +86,8 @@ class Mesh:
         is_closed: whether its connections were closed after the verdict.
         died: the verdict for callers that poll in one of these blocks after a rank has died.
         polled_verdict: the verdict that others posted while this rank was not waiting for them.
-        at_end: called when the connections are closed; each ends other connections of the ranks.
+        at_end: called when the connections are closed; each ends something else that ranks wait
+            for.
     """
 
     def __init__(
@@ -599,7 +600,7 @@ class Mesh:
         # process. The end of the process closes the connections anyway.
         if self.link is not None and not self.is_closed and not sys.is_finalizing():
             self.link.abort(self._farewell())
-            for end in self.at_end:
+            for end in tuple(self.at_end):  # a call on another thread may remove its own
                 end()
             self.is_closed = True
         if standing is not None:

@@ -488,7 +488,10 @@ class Apart:
 
 
 def done_within(
-    seconds: float, job: Callable[[], T], undo: Callable[[T], object] = lambda _: None
+    seconds: float,
+    job: Callable[[], T],
+    undo: Callable[[T], object] = lambda _: None,
+    is_woken: Signal | None = None,
 ) -> T:
     """Run ``job`` on a thread and return its result; abandon the thread if it takes too long.
 
@@ -496,11 +499,15 @@ def done_within(
         seconds: how long to wait for it.
         job: runs in the caller's context.
         undo: called with the job's result if the caller has stopped waiting.
+        is_woken: once it is set, the caller stops waiting.
 
     Raises:
         TimeoutError: it took too long.
+        AbandonedError: the caller was woken first.
     """
     ended: Future[T] = Future()
+    is_woken = is_woken or Signal()
+    ended.add_done_callback(is_woken.set)
     pool = ThreadPool()
     try:
         try:
@@ -509,12 +516,14 @@ def done_within(
             return job()
         pool.close()  # its thread ends after the job
         try:
-            wait([ended], seconds)
+            is_in_time = is_woken.wait(seconds)
         except BaseException:  # Ctrl-C
             if not ended.cancel() and ended.exception() is None:
                 undo(ended.result())
             raise
         if ended.cancel():
+            if is_in_time:
+                raise AbandonedError(_ABANDONED)
             raise TimeoutError(f"it took longer than {seconds:.3g} s")
         return ended.result()
     finally:

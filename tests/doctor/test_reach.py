@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from objcomm._bootstrap.doctor.facts import Contact, Peer
 from objcomm._bootstrap.doctor.links import answering, contact, contacts
 from objcomm._bootstrap.doctor.meeting import reach
-from objcomm._transport.threads import done_within
+from objcomm._transport.threads import AbandonedError, Signal, done_within
 from tests.hosts import free_port
 
 HERE = "127.0.0.1"
@@ -61,6 +62,15 @@ def test_a_call_that_takes_too_long_is_abandoned() -> None:
     with pytest.raises(TimeoutError):
         done_within(0.01, end.wait)
     end.set()
+
+
+def test_a_woken_caller_stops_waiting_and_a_later_result_is_undone() -> None:
+    end, is_woken, undone = threading.Event(), Signal(), Future[bool]()
+    is_woken.set()
+    with pytest.raises(AbandonedError):
+        done_within(60.0, lambda: end.wait(60.0), undone.set_result, is_woken)
+    end.set()
+    assert undone.result(60.0)
 
 
 def test_a_listener_is_reached_until_it_is_closed_and_leaves_no_thread() -> None:

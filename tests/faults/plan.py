@@ -87,8 +87,8 @@ LIMIT_SECONDS = 2.0
 #: The same if no duration is checked: on a busy machine a victim takes long to reach its payload,
 #: and a survivor its call.
 PATIENT_LIMIT_SECONDS = 4.0
-#: Timeout of several rounds of ``survivors``, if the first one has to time out.
-ROUNDS_SECONDS = 12.0
+#: How long torch's own thread waits for a rank that is gone. The ranks' calls end earlier.
+TORCH_CONNECTS_SECONDS = 5.0
 #: Timeout for faults that must not time out; longer than any test waits for a rank's report.
 FAR_SECONDS = 300.0
 #: How long a victim is stopped before it is resumed in time.
@@ -137,12 +137,7 @@ class Case(NamedTuple):
     @property
     def limit_seconds(self) -> float:
         """Return the timeout of each call."""
-        # While torch connects, it notices neither a death nor closed sockets that it is about to
-        # use: it retries until its timeout.
-        is_deaf = self.phase is Phase.CONNECTING and self.fault in DEADLY | {Fault.DISCONNECTED}
-        if is_deaf and self.operation == "survivors":
-            return ROUNDS_SECONDS  # half of it for the first round, which torch ends
-        return LIMIT_SECONDS if is_deaf or self.is_awaited else FAR_SECONDS
+        return LIMIT_SECONDS if self.is_awaited else FAR_SECONDS
 
     @property
     def survivors(self) -> list[int]:
@@ -235,8 +230,7 @@ _EMPTY = {"barrier", "main_first", "sync_gradients", "sync_model"}
 
 def limit_of(case: Case, *, is_patient: bool) -> float:
     """Return the timeout of a wait that is meant to time out."""
-    # Torch connects until the timeout, and all ranks have to arrive within it.
-    is_awaited = case.fault in {Fault.STOPPED, Fault.ABSENT} or case.phase is Phase.CONNECTING
+    is_awaited = case.fault in {Fault.STOPPED, Fault.ABSENT}
     return PATIENT_LIMIT_SECONDS if is_patient and is_awaited else LIMIT_SECONDS
 
 
@@ -295,18 +289,16 @@ def tabled() -> Iterator[Case]:
             yield Case(
                 operation,
                 fault,
-                _possible(operation, fault, phase),
+                _possible(operation, phase),
                 victim=victim,
                 root=_awaited_root(operation, victim),
                 asked_phase=phase,
             )
 
 
-def _possible(operation: str, fault: Fault, phase: Phase) -> Phase:
+def _possible(operation: str, phase: Phase) -> Phase:
     """Return the nearest possible phase: barriers and divisions send headers only."""
-    # While torch connects, a forked child would keep the connection until its own timeout.
-    is_heard = fault is not Fault.FORKED
-    if phase is Phase.PAYLOAD and operation in DIVISIONS and is_heard:
+    if phase is Phase.PAYLOAD and operation in DIVISIONS:
         return Phase.CONNECTING
     is_short = operation == "barrier" or operation in DIVISIONS
     return Phase.IN_CALL if is_short and phase in {Phase.BETWEEN, Phase.PAYLOAD} else phase

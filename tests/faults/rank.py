@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import objcomm
+from objcomm import _world
 from objcomm._collectives import split
 from objcomm._failures import channel, inquiry, liveness, watchdog
 from objcomm._failures.noticeboard import BoardThread
@@ -28,9 +29,11 @@ from objcomm._transport import link, rendezvous, threads
 from objcomm._transport.store import loopback_store
 from tests.faults import helpers, pairs, plan
 from tests.faults.plan import (
+    DEADLY,
     DIVISIONS,
     FAR_SECONDS,
     HELPERS,
+    TORCH_CONNECTS_SECONDS,
     Case,
     Fault,
     Phase,
@@ -96,6 +99,8 @@ def take_part(  # noqa: C901  # one step after another
     patch.object(threads, "_IDLE_SECONDS", 0.2).start()  # each end of a case waits for idle threads
     if case.is_over_gloo:
         os.environ.update(OVER_GLOO)
+    if case.phase is Phase.CONNECTING and case.fault in {*DEADLY, Fault.DISCONNECTED}:
+        patch.object(_world, "CONNECT_MAX", timedelta(seconds=TORCH_CONNECTS_SECONDS)).start()
     if case.is_across:
         for module in (liveness, rendezvous):
             patch.object(module, "machine", return_value=f"host{case.host_of(rank)}").start()
@@ -167,9 +172,9 @@ def _meet(case: Case, rank: int, store: dist.Store) -> None:
         with pytest.raises(objcomm.DesyncError):
             objcomm.barrier() if rank == case.victim else objcomm.all_gather(rank)
     # A rank that has returned may die immediately while another is still ending the same call. If
-    # the store stops with the victim, the others would get stuck here.
-    if case.fault is not Fault.STORE_STOPPED:
-        store.add("joined", 1)
+    # the store stops with the victim, only that rank waits: the others could get stuck here.
+    store.add("joined", 1)
+    if case.fault is not Fault.STORE_STOPPED or rank == case.victim:
         wait_until(lambda: store.add("joined", 0) == case.world_size, "all to have joined")
 
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
 
-from tests.faults.plan import LARGE_NBYTES, LIMIT_SECONDS, ROUNDS_SECONDS, Case, in_torch, tabled
+from tests.faults.plan import LARGE_NBYTES, LIMIT_SECONDS, Case, in_torch, tabled
 from tests.faults.rank import TORCHS_LIMIT_SECONDS, Seen
 from tests.faults.run import HANG_SECONDS, Outcome
 
@@ -28,13 +28,10 @@ passes messages around a ring of all three. If the sockets between two ranks clo
 which of them closed them. In a `stream`, the fault happens to the source of one object.
 
 Calls that create groups have no payload, so the fault happens before the header instead, as it does
-in a barrier, and for "in the payload" while the new group connects, which in torch only a limit
-ends. A forked child would keep the sockets open until its limit, so with one the fault happens
-before the header too. `new_group` gets a list of all three ranks, which meet separately from the
-world; afterwards the survivors create a group of themselves in the same way. `survivors` returns a
-group without the dead rank. It waits for one that was interrupted, because that rank may call it
-again. While torch connects the new group, half of the limit passes before the first round ends, so
-there the limit is {ROUNDS_SECONDS:g} s.
+in a barrier, and for "in the payload" while torch connects the new group. `new_group` gets a list
+of all three ranks, which meet separately from the world; afterwards the survivors create a group of
+themselves in the same way. `survivors` returns a group without the dead rank. It waits for one that
+was interrupted, because that rank may call it again.
 
 Torch has connected before any call, and has no error that a group survives, so two of the tables
 have nothing for it.
