@@ -149,9 +149,11 @@ class Watched(Exchange):
             try:
                 carried_out(partial(done_within, seconds, job, undo, is_woken), outcome)
                 error = outcome.exception()
-                if error is not None and mesh.verdict is not None:
-                    raise error
-                return outcome
+                if error is None or mesh.verdict is None:
+                    return outcome
+                if isinstance(error, Exception):  # whatever it is, the verdict is the reason
+                    raise TransportError(self.entry.operation, (), str(error))
+                raise error
             finally:
                 mesh.at_end.remove(is_woken.set)
                 error = None

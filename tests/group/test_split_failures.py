@@ -83,6 +83,7 @@ def test_a_death_while_torch_connects_ends_the_wait_of_the_others(name: str) -> 
     with mock.patch(CREATE, create):
         error = error_in(TransportError, CALLS[name])
         assert error.peers == (1,)
+        assert error.__suppress_context__  # how the wait ended is not shown
         is_over.set()
         wait_until(lambda: not are_workers_busy(), "the thread that was left behind")
     assert torchs_groups() == 1
