@@ -140,24 +140,27 @@ def in_a_tree() -> AbstractContextManager[object]:
     return mock.patch.object(connect, "_AT_ONCE_MAX", 1)
 
 
-def without_asymmetry(lacking: Iterable[str], ranks: Iterable[int]) -> list[tuple[str, int]]:
-    """Pair them, except that rank 0, which only accepts connections, is not another user.
+def of_each(lacking: Iterable[str], ranks: Iterable[int]) -> list[Any]:
+    """Return each kind of lack on each rank.
 
-    Real ranks of two users both know. Here the others would not, and knock for 30 s.
+    Rank 0 only accepts connections. If it alone takes the others for another user, they call it
+    again and again for 30 s, whereas real ranks of two users both know.
     """
-    return [pair for pair in product(lacking, ranks) if pair != ("another user", 0)]
+    one_sided = ("another user", 0)
+    return [
+        pytest.param(*pair, marks=[pytest.mark.long] * (pair == one_sided))
+        for pair in product(lacking, ranks)
+    ]
 
 
-@pytest.mark.parametrize(
-    ("lacking", "rank"), without_asymmetry([*LACKING, *FAR_LACKING], [0, 1, 2])
-)
+@pytest.mark.parametrize(("lacking", "rank"), of_each([*LACKING, *FAR_LACKING], [0, 1, 2]))
 @ranks(3)
 def test_if_one_rank_lacks_streams_all_use_gloo(lacking: str, rank: int) -> None:
     with far_apart() if lacking in FAR_LACKING else nullcontext():
         check_that_all_use_gloo(lacking, rank)
 
 
-@pytest.mark.parametrize(("lacking", "rank"), without_asymmetry(LACKING, [0, 2, 3]))
+@pytest.mark.parametrize(("lacking", "rank"), of_each(LACKING, [0, 2, 3]))
 @ranks(4)
 def test_if_one_rank_lacks_streams_at_first_use_all_use_gloo(lacking: str, rank: int) -> None:
     with in_a_tree():

@@ -87,6 +87,7 @@ def test_a_death_while_torch_connects_ends_the_wait_of_the_others(name: str) -> 
         is_over.set()
         wait_until(lambda: not are_workers_busy(), "the thread that was left behind")
     assert torchs_groups() == 1
+    assert_group_works(objcomm.survivors(timeout=PATIENCE_S))
 
 
 @ranks(3, disposable=True)
